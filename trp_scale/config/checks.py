@@ -43,6 +43,13 @@ def against_compiling(config: Config) -> list[str]:
     return [*(reason for part in parts for reason in part.against_compiling(config)), *config.against_compiling()]
 
 
+def against_capturing(config: Config, engine: str) -> list[str]:
+    """Return the reasons why the micro-batches of a run cannot be captured (`training.capture`)."""
+    parts = [section for section in sections(config).values() if isinstance(section, Section)]
+    reasons = [*(reason for part in parts for reason in part.against_capturing(config)), *config.against_capturing()]
+    return reasons if engine_rules(engine).captures else [f"the engine {engine} does not support it", *reasons]
+
+
 def hook_problems(config: Config) -> Iterator[str]:
     """Yield hooks that are listed twice, or before a hook that must precede them."""
     listed = config.hooks
@@ -64,6 +71,7 @@ class EngineRules(Settings):
         reads_ds_config: needs --ds_config; other engines refuse it.
         scales_loss: has a loss scaler, so that it can train in fp16.
         shards_everything: shards weights, gradients and moments over the ranks of a copy.
+        captures: can run micro-batches as CUDA graphs (`training.capture`).
         layouts: "module:Class" of the planner's layouts; empty if a plan cannot predict its cost.
     """
 
@@ -72,6 +80,7 @@ class EngineRules(Settings):
     reads_ds_config: ClassVar[bool] = False
     scales_loss: ClassVar[bool] = False
     shards_everything: ClassVar[bool] = False
+    captures: ClassVar[bool] = False
     layouts: ClassVar[str] = ""
 
     def refusals(self, config: Any) -> Iterator[str]:

@@ -53,6 +53,9 @@ class FinetuneConfig(Config):
     def against_compiling(self) -> Iterator[str]:
         yield "a fine-tuning run is short, and none was measured compiled"
 
+    def against_capturing(self) -> Iterator[str]:
+        yield "the shapes of fine-tuning batches differ"
+
     @property
     def length_flag(self) -> str:
         return "--downstream.epochs" if self.downstream.epochs > 0 else super().length_flag

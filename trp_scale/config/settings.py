@@ -45,6 +45,10 @@ class Section:
         """Yield reasons not to compile with `training.compile auto`, such as shapes that change between steps."""
         return iter(())
 
+    def against_capturing(self, config: Any) -> Iterator[str]:
+        """Yield reasons why micro-batches cannot be captured (`training.capture`), such as reads on the host."""
+        return iter(())
+
 
 @dataclass(kw_only=True)
 class Settings(Section):

@@ -66,6 +66,28 @@ class CompiledGraphs(Protocol):
         ...
 
 
+class CapturedGraphs(Protocol):
+    """Captured micro-batches of an engine (`training.capture`).
+
+    Attributes:
+        replays: micro-batches of steps that ran as graphs.
+        others: micro-batches of steps that ran without.
+        notices: lines for the log, oldest first.
+    """
+
+    replays: int
+    others: int
+    notices: list[str]
+
+    def losses(self, objective: Objective, batch: Batch) -> TaskLosses:
+        """Compute the losses of a micro-batch. If they have gradients, the engine's `backward` must follow."""
+        ...
+
+    def rehearsal(self) -> AbstractContextManager[None]:
+        """Context of passes over windows of every shape, which capture their graphs."""
+        ...
+
+
 class Trains(Protocol):
     """Operations of a training step.
 
@@ -82,6 +104,11 @@ class Trains(Protocol):
     @property
     def graphs(self) -> CompiledGraphs | None:
         """Graphs of the compiled model; `None` without compilation."""
+        ...
+
+    @property
+    def captured(self) -> CapturedGraphs | None:
+        """Captured micro-batches; `None` if they are not captured."""
         ...
 
     @property

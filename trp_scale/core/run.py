@@ -49,7 +49,9 @@ class Objective(Protocol):
 
 
 def task_losses(objective: Objective, engine: Trains, batch: Batch) -> TaskLosses:
-    """Compute the losses of a batch, with the engine's compiled graph if it includes them."""
+    """Compute the losses of a batch, with the engine's captured or compiled graph if it includes them."""
+    if engine.captured is not None:
+        return engine.captured.losses(objective, batch)
     if engine.graphs is None:
         return objective(engine, batch)
     return engine.graphs.losses(objective, engine, batch)

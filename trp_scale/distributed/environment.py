@@ -38,6 +38,9 @@ FIRST_REPORT_SECONDS = 10.0
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 """Variable that is "True" if torchrun's agent has opened the store."""
 
+SHARED_GPUS = "NCCL_MULTI_RANK_GPU_ENABLE"
+"""Variable that is "1" if several ranks share a GPU, for tests of NCCL (from version 2.30) on one card."""
+
 _SLICE = timedelta(seconds=2)  # Python runs no signal handler during a call into the store
 _PAUSE_SECONDS = 0.1
 _ALL_HERE = "all here"
@@ -324,13 +327,17 @@ def read_lines(path: Path) -> list[str]:
 
 
 def _device(info: RankInfo) -> torch.device:
-    """Return GPU local_rank; a task that SLURM bound to one GPU sees only that GPU, as number 0."""
+    """Return GPU local_rank; a task that SLURM bound to one GPU sees only that GPU, as number 0. With SHARED_GPUS,
+    ranks share the GPUs in turn."""
     visible = torch.cuda.device_count()
+    if os.environ.get(SHARED_GPUS) == "1":
+        return torch.device("cuda", info.local_rank % visible)
     if info.local_world <= visible:
         return torch.device("cuda", info.local_rank)
     if visible == 1 and info.launcher == "slurm":
         return torch.device("cuda", 0)
     raise RefusedError(
         f"{info.local_world} processes on {socket.gethostname()} but {visible} GPU(s) visible "
-        f"(CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')}); allowed: one process per GPU"
+        f"(CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')}); allowed: one process per GPU, or "
+        f"{SHARED_GPUS}=1 for a test"
     )

@@ -210,14 +210,22 @@ class DdpEngine(PlainEngine):
         ]
         return GradientReduction(members, self.data_group, dtype=dtype)
 
-    def backward(self, loss: Tensor, *, last: bool) -> None:
+    def accumulate(self, loss: Tensor, *, last: bool, retain_graph: bool = False) -> None:
         if self.reduction is None or not last:
-            super().backward(loss, last=last)
+            super().accumulate(loss, last=last, retain_graph=retain_graph)
             return
         self.watch_backward()
         self.reduction.begin()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
         self.reduction.finish()
+
+    @property
+    def reduces(self) -> bool:
+        return self.reduction is not None
+
+    def keeps(self, gradient: Tensor) -> bool:
+        buckets = () if self.reduction is None else self.reduction.buckets
+        return any(gradient.untyped_storage().data_ptr() == b.flat.untyped_storage().data_ptr() for b in buckets)
 
     def discard_gradients(self) -> None:
         super().discard_gradients()

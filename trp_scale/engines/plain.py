@@ -10,9 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from trp_scale.config import Config
+from trp_scale.core.batch import Batch, TaskLosses
 from trp_scale.core.engine import EngineError
 from trp_scale.core.pieces import STATE_NAMES, FlatRange, Piece, Shards
+from trp_scale.core.run import Objective
 from trp_scale.distributed.groups import ALONE, Group
+from trp_scale.engines.captured import Captured
 from trp_scale.engines.compiled import checkpoint_blocks, compile_model
 from trp_scale.engines.optimizer import adamw_response, build_optimizer, empty_adamw_state, set_learning_rate
 from trp_scale.engines.shards import ShardOperations, sum_of_squares
@@ -100,6 +103,19 @@ class PlainEngine(ShardOperations):
         self._norm = torch.zeros(())
         self._steps = torch.zeros((), dtype=torch.int64, device=device)  # on the device, which decides what is applied
         self._exact = False
+        self.captured = self.build_captured()
+
+    def build_captured(self) -> Captured | None:
+        """Return the graphs of micro-batches; `None` if they are not captured."""
+        if self.config.training.capture != "on":
+            return None
+        compiled, batch = self.graphs, self.config.batch
+
+        def losses_of(objective: Objective, micro: Batch) -> TaskLosses:
+            return objective(self, micro) if compiled is None else compiled.losses(objective, self, micro)
+
+        alone = batch.micro_size * self.data_group.size == batch.global_size
+        return Captured(self, losses_of, several=not alone)
 
     def place(self, module: nn.Module) -> nn.Module:
         """Move the model to the device; FSDP2 shards it here."""
@@ -125,10 +141,25 @@ class PlainEngine(ShardOperations):
         return self.config.training.precision == "bf16" and not self._exact and not self.rounds_weights
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
+        if self.captured is None or not self.captured.backward(loss, last=last):
+            self.accumulate(loss, last=last)
+
+    def accumulate(self, loss: Tensor, *, last: bool, retain_graph: bool = False) -> None:
+        """Backward pass without a captured graph."""
         self.watch_backward()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
         if self.masters is not None:
             self.masters.take_gradients()
+
+    @property
+    def reduces(self) -> bool:
+        return False
+
+    def gradient_holders(self) -> list[nn.Parameter]:
+        return self._updated
+
+    def keeps(self, gradient: Tensor) -> bool:
+        return False
 
     def local(self, tensor: Tensor) -> Tensor:
         return tensor

@@ -17,6 +17,7 @@ class PlainRules(EngineRules):
     """One process with whole weights, gradients and moments."""
 
     one_process = True
+    captures = True
     layouts = "trp_scale.planning.layouts:PlainLayout"
 
 
@@ -25,6 +26,7 @@ class PlainRules(EngineRules):
 class DdpRules(EngineRules):
     """Whole weights and moments on each rank; gradients are summed."""
 
+    captures = True
     layouts = "trp_scale.planning.layouts:DdpLayout"
 
 

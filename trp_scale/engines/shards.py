@@ -13,6 +13,7 @@ from torch import Tensor
 from trp_scale.core.engine import MoveTo
 from trp_scale.core.pieces import Piece, Shards, copy_parts, foreach_chunks, scale_parts
 from trp_scale.distributed.groups import Group
+from trp_scale.engines.captured import Captured
 
 ADDED_IN_FP32 = 1 << 16
 """Maximum number of elements whose squares a CPU sums in fp32."""
@@ -83,6 +84,7 @@ class ShardOperations(ABC):
     data_group: Group
     unpublished: bool = False
     micro_batches: MicroBatchSquares | None = None
+    captured: Captured | None = None
 
     @property
     def shard_group(self) -> Group:

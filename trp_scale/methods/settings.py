@@ -48,6 +48,9 @@ class GradientNoiseScaleSettings(Settings):
                 "gradient_noise_scale compares micro-batches with the global batch; allowed: at most half of it"
             )
 
+    def against_capturing(self, config: Config) -> Iterator[str]:
+        yield "the hook gradient_noise_scale reads the gradient of each micro-batch during the backward pass"
+
 
 describe_metrics(
     "gradient_noise_scale",

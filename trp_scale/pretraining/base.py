@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -142,6 +142,10 @@ class Upstream(Protocol):
     def worst_case_batch(self, batch: Batch) -> Batch:
         """Return a batch with as many rows that needs the most memory."""
         return batch
+
+    def shapes(self, batch: Batch) -> Iterator[Batch]:
+        """Yield a batch of every shape that micro-batches with as many rows have, the largest first."""
+        yield batch
 
     @abstractmethod
     def model(self) -> nn.Module:

@@ -4,6 +4,7 @@ the agreement of the ranks before a step.
 
 from __future__ import annotations
 
+import copy
 import gc
 import math
 import time
@@ -19,7 +20,7 @@ from torch import Tensor
 from trp_scale.checkpoint.writer import CheckpointWriter
 from trp_scale.config import Config, OptimizerConfig
 from trp_scale.core.batch import Batch, LateStats, WindowSource
-from trp_scale.core.engine import Engine, Trains
+from trp_scale.core.engine import CapturedGraphs, Engine, Trains
 from trp_scale.core.hooks import Hooks, StepContext
 from trp_scale.core.run import Objective, RunContext, task_losses
 from trp_scale.data.fetch import StoppedWaitingError
@@ -90,7 +91,7 @@ class PendingStep:
         late: its statistics, being copied to the host.
         keys: [R] keys of this rank's rows, a copy; empty without spike detection.
         searched: a loss scaler's search skipped the step; it does not count as skipped.
-        step_seconds, processor_seconds, data_wait_seconds, hooks: as in StepRecord.
+        step_seconds, processor_seconds, data_wait_seconds, hooks, replays: as in StepRecord.
     """
 
     step: int
@@ -101,6 +102,7 @@ class PendingStep:
     processor_seconds: float
     data_wait_seconds: float
     hooks: Mapping[str, Any]
+    replays: int | None
 
 
 @dataclass(kw_only=True)
@@ -115,6 +117,7 @@ class RunControl:
         waited_seconds: seconds that this rank has waited for data so far.
         mark: records the data cursors and returns a function that restores them.
         can_roll_back: whether a checkpoint exists; equal on all ranks.
+        shapes: yields a micro-batch of every shape that steps have, equally many on all ranks.
         checkpoints: asynchronous writer; None: `save` writes the whole checkpoint.
     """
 
@@ -125,6 +128,7 @@ class RunControl:
     waited_seconds: Callable[[], float] = lambda: 0.0
     mark: Callable[[], Callable[[], None]] = lambda: lambda: None
     can_roll_back: Callable[[], bool] = lambda: False
+    shapes: Callable[[], Iterable[Batch]] = list
     checkpoints: CheckpointWriter | None = None
     incidents: Incidents = field(default_factory=lambda: Incidents(Path(), enabled=False))
 
@@ -168,6 +172,8 @@ class Trainer:
     def run(self) -> str:
         """Train up to `training.steps` and return why the loop ended. The last step always has a checkpoint."""
         self.engine.train(True)
+        if self.engine.captured is not None and self.state.step < self.config.training.steps:
+            self._capture(self.engine.captured)
         try:
             with garbage_collected_between_steps() as collect:
                 if self._too_many_skipped():  # already before the resume
@@ -235,6 +241,8 @@ class Trainer:
         """
         self.control.begin_step(self.state.step + 1)
         started, used, waited = time.perf_counter(), time.process_time(), self.control.waited_seconds()
+        captured = self.engine.captured
+        replays = 0 if captured is None else captured.replays
         go_back = self.control.mark()
         window = self._next_window()
         counts = [self.objective.count(micro) for micro in window] or [self._no_counts()]
@@ -249,13 +257,7 @@ class Trainer:
             self.read_stats()
             return self._reason_to_stop(asked=True)
         ctx = self.context(window, agreed.counts)
-        self.hooks.before_step(ctx)
-        sums = torch.zeros_like(ctx.counts)
-        for number, micro in enumerate(ctx.window):
-            losses = ctx.compute_losses(micro)
-            self.engine.backward(self.hooks.total(ctx, losses), last=number == len(window) - 1)
-            sums += losses.sums.detach()
-        ctx.gather_sums(sums)
+        self.compute_gradients(ctx)
         searched = self.finish(ctx)
         ctx.release()
         self.state.step += 1
@@ -271,6 +273,7 @@ class Trainer:
             processor_seconds=time.process_time() - used,
             data_wait_seconds=self.control.waited_seconds() - waited,
             hooks=self.hooks.metrics() if self.observer.enabled and self.observer.wants(self.state.step) else {},
+            replays=None if captured is None else captured.replays - replays,
         )
         if agreed.written and self.control.checkpoints is not None:
             self.control.checkpoints.settle()
@@ -279,6 +282,32 @@ class Trainer:
         if rests or agreed.stop or self._too_many_skipped() or self.state.step >= self.config.training.steps:
             self.read_stats()
         return self._reason_to_stop(agreed.stop)
+
+    def compute_gradients(self, ctx: StepContext) -> None:
+        """Run the forward and backward passes of a window."""
+        self.hooks.before_step(ctx)
+        sums = torch.zeros_like(ctx.counts)
+        for number, micro in enumerate(ctx.window):
+            losses = ctx.compute_losses(micro)
+            self.engine.backward(self.hooks.total(ctx, losses), last=number == len(ctx.window) - 1)
+            sums += losses.sums.detach()
+        ctx.gather_sums(sums)
+
+    def _capture(self, captured: CapturedGraphs) -> None:
+        """Capture the graphs of all shapes of a window, in passes that leave no trace. Collective."""
+        states = {hook.name: copy.deepcopy(hook.state_dict()) for hook in self.hooks.all}
+        batch = self.config.batch
+        with captured.rehearsal():
+            for micro in self.control.shapes():
+                window = [micro] * (batch.global_size // batch.micro_rows // self.engine.data_group.size)
+                counts = torch.stack([self.objective.count(micro) for micro in window]).sum(0)
+                for _ in range(2):  # without a graph, then captured
+                    ctx = self.context(window, counts * self.engine.data_group.size)
+                    self.compute_gradients(ctx)
+                    self.engine.discard_gradients()
+                    ctx.release()
+        for hook in self.hooks.all:
+            hook.load_state_dict(states[hook.name])
 
     def _next_window(self) -> list[Batch]:
         """Return the next window; empty after a stop request if no rows arrive. Then no rank makes this step."""
@@ -384,6 +413,7 @@ class Trainer:
             data_wait_seconds=pending.data_wait_seconds,
             applied=stats.applied,
             hooks=pending.hooks,
+            replays=pending.replays,
         )
         self.observer.step(record)
 

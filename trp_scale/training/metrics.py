@@ -64,6 +64,7 @@ class StepRecord:
         data_wait_seconds: part of step_seconds that rank 0 waited for the loader, in the loop and in hooks.
         applied: False if the step was skipped: loss or gradient not finite, or a spike.
         hooks: metrics of each hook by its name; may be empty unless `Observer.wants` the step.
+        replays: micro-batches that ran as CUDA graphs on rank 0, extra passes included; None without capture.
     """
 
     step: int
@@ -76,6 +77,7 @@ class StepRecord:
     data_wait_seconds: float = 0.0
     applied: bool = True
     hooks: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    replays: int | None = None
 
 
 @dataclass(kw_only=True)

@@ -48,6 +48,10 @@ WORKSPACE = 2 << 30
 METHODS = 12
 """Bytes per parameter reserved for methods: a weight average, a copy of the weights, a direction."""
 
+BESIDE_GRAPHS = 0.25
+"""Share of a row's bytes reserved in captured runs. CUDA graphs keep their memory, so a validation needs its own: a
+forward pass without saved activations. Not measured."""
+
 FITTED = (2, 4)
 """Rows of the two estimates; even, because mixup mixes pairs of rows."""
 
@@ -245,7 +249,8 @@ def count_memory(
     shared_by = config.fsdp.shard_ranks or environment.data.size
     states = METHODS + (0.0 if config.fsdp.offload else state_bytes(engine_name, stage, shared_by))
     states += 2 * (config.training.weights == "bf16")  # in addition to the fp32 masters
-    return Need(fixed=activations.fixed + round(states * parameters) + WORKSPACE, row=activations.row)
+    row = round(activations.row * (1 + BESIDE_GRAPHS * (config.training.capture == "on")))
+    return Need(fixed=activations.fixed + round(states * parameters) + WORKSPACE, row=row)
 
 
 def saved_by_rows(

@@ -21,7 +21,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from trp_scale.config import Config, LoggingConfig
 from trp_scale.config.files import read_object
-from trp_scale.core.engine import CompiledGraphs
+from trp_scale.core.engine import Trains
 from trp_scale.storage.files import write_text
 from trp_scale.training.metrics import MetricsWriter, RunInfo, StepRecord, finite, read_history, worst_task
 from trp_scale.training.progress import PlainDisplay, open_display
@@ -80,18 +80,18 @@ class StartUp:
     On a GPU the host runs ahead: the first step may not be complete yet.
 
     Args:
-        graphs: graphs of the engine; None without compilation.
+        engine: reports its compiled and captured graphs.
     Attributes:
         seconds: from the start of the process to the end of the first step; None before.
         compiling: seconds of them spent on compilation.
     """
 
-    def __init__(self, graphs: CompiledGraphs | None, say: Callable[[str], None]) -> None:
-        self.graphs, self.say = graphs, say
+    def __init__(self, engine: Trains, say: Callable[[str], None]) -> None:
+        self.graphs, self.captured, self.say = engine.graphs, engine.captured, say
         self.seconds: float | None = None
         self.compiling = 0.0
         self._begun = False
-        self._told = 0
+        self._told = self._told_captured = 0
 
     def __call__(self) -> None:
         """Record that a step starts, or that the last one has ended."""
@@ -101,6 +101,9 @@ class StartUp:
         for words in [] if self.graphs is None else self.graphs.surplus[self._told :]:
             self._told += 1
             self.say(f"warning: {words}")
+        for words in [] if self.captured is None else self.captured.notices[self._told_captured :]:
+            self._told_captured += 1
+            self.say(words)
 
     def _first_step_made(self) -> None:
         self.seconds = seconds_of_process()
@@ -120,7 +123,13 @@ class StartUp:
             "found": graphs.found(),
             "seconds": graphs.seconds(),
         }
-        return {"start_seconds": self.seconds, "start_compile_seconds": self.compiling, "graphs": summary}
+        captured = self.captured and {"replays": self.captured.replays, "others": self.captured.others}
+        return {
+            "start_seconds": self.seconds,
+            "start_compile_seconds": self.compiling,
+            "graphs": summary,
+            "captured": captured,
+        }
 
 
 DIRECTORY = "profile"
@@ -349,6 +358,8 @@ class Observer:
             "peak_memory_bytes": peak_memory_bytes(on_gpu=on_gpu),
             "applied": record.applied,
         }
+        if record.replays is not None:
+            line["replays"] = record.replays
         if use := self.cache_use():
             line["cache"] = dict(use)
         collisions = sorted(set(line) & set(record.hooks))

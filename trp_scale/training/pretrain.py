@@ -6,7 +6,7 @@ import gc
 import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,16 +19,17 @@ from trp_scale.checkpoint.manager import Content, EngineGroup
 from trp_scale.checkpoint.run_directory import adopt_unrecorded, check_settings, checkpoints, select, take_back
 from trp_scale.checkpoint.writer import CheckpointWriter
 from trp_scale.config import Config, RefusedError
-from trp_scale.config.checks import against_compiling, cautions, check_engine, engine_rules
+from trp_scale.config.checks import against_capturing, against_compiling, cautions, check_engine, engine_rules
 from trp_scale.config.flags import phase
 from trp_scale.config.loader import to_dict
 from trp_scale.config.run_flags import Arguments
 from trp_scale.config.schema import clean_text
+from trp_scale.core.batch import Batch
 from trp_scale.core.hooks import build_hooks
 from trp_scale.core.run import RunContext
 from trp_scale.distributed.environment import Environment
 from trp_scale.distributed.groups import check_shared_directory, on_rank_zero, run_on_all_ranks
-from trp_scale.engines import compiled, ds_config
+from trp_scale.engines import captured, compiled, ds_config
 from trp_scale.engines.build import build_engine, build_second_engine
 from trp_scale.errors import ExitStatus
 from trp_scale.models.initialise import build_with_initialisers
@@ -160,6 +161,10 @@ class Run:
             reasons = [*against_compiling(config), *engine_rules(self.engine_name).against_compiling(config)]
             config.training.compile, why = compiled.choose(self.environment.device, stage, reasons, self.world)
             self.notices.append(why)
+        wanted, reasons = config.training.capture, against_capturing(config, self.engine_name)
+        config.training.capture, why = captured.choose(wanted, self.environment.device, reasons, self.world)
+        if wanted != "off" and self.environment.device.type != "cpu":
+            self.notices.append(why)
         if config.batch.micro_size == "auto":
             choice = micro_size.choose(
                 config,
@@ -180,6 +185,11 @@ class Run:
 
     def _build_engine_and_hooks(self, document: dict[str, Any] | None) -> None:
         config, path = self.config, str(self.arguments.ds_config or "")
+        if config.training.capture == "on" and not self.objective.in_a_graph:
+            config.training.capture = "off"
+            self.notices.append(
+                "micro-batches are not captured in CUDA graphs: the objective reads numbers on the host"
+            )
         if config.training.compile != "none":
             self.notices.append(f"cache of compiled graphs: {compiled.cache_directory()} (TORCHINDUCTOR_CACHE_DIR)")
         if document is not None:
@@ -245,7 +255,7 @@ class Run:
             no_copy="weights and moments are in files" if rules.keeps_states_in_files(config) else "",
         )
         self.profile = StepProfile(self.run_dir, config.logging, self.environment.device, self.observer.message)
-        self.start_up = StartUp(self.engine.graphs, self.observer.message)
+        self.start_up = StartUp(self.engine, self.observer.message)
         self.trainer = Trainer(
             run_context=self.context,
             hooks=self.hooks,
@@ -263,6 +273,7 @@ class Run:
                 waited_seconds=self.sources.waited_seconds,
                 mark=lambda: partial(self.sources.seek, self.sources.cursors()),
                 can_roll_back=self._can_roll_back,
+                shapes=self._shapes,
                 checkpoints=self.checkpoints,
                 incidents=Incidents(self.run_dir, enabled=self.world.rank == 0),
             ),
@@ -307,6 +318,10 @@ class Run:
         if too_many or self.state.roll_back_from or self.diverged:
             return ExitStatus.DIVERGED
         return ExitStatus.STORAGE if self.checkpoints.given_up() else ExitStatus.DONE
+
+    def _shapes(self) -> Iterator[Batch]:
+        rows = self.sources.train.first_rows(self.config.batch.micro_rows)
+        return self.upstream.shapes(rows)
 
     @property
     def should_roll_back(self) -> bool:

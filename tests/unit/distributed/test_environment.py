@@ -163,3 +163,12 @@ def test_a_port_that_is_taken_is_refused(start: Start) -> None:
     assert stores
     with pytest.raises(RefusedError, match=r"port .* is in use"):
         start(0, 2).result()
+
+
+def test_ranks_share_gpus_only_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment.torch.cuda, "device_count", lambda: 1)
+    second = RankInfo(rank=1, world=2, local_rank=1, local_world=2, launcher="torchrun")
+    with pytest.raises(RefusedError, match="2 processes"):
+        environment._device(second)
+    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
+    assert environment._device(second).index == 0

@@ -121,6 +121,9 @@ class LearnedMasksSettings(MultilevelSettings):
         if self.final_ratio:
             yield f"the number of visible patches changes with --multilevel.final_ratio {self.final_ratio:g}"
 
+    def against_capturing(self, config: MaskedAutoencoderConfig) -> Iterator[str]:
+        yield f"--multilevel.kind {self.kind} differentiates through training steps"
+
 
 @dataclass(kw_only=True)
 class LabelledSettings(LearnedMasksSettings):

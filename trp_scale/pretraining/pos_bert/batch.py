@@ -164,7 +164,8 @@ class TextBatchBuilder:
         self._pairs = config.objective.next_sentence != "off"
         self._maskings = config.masking.maskings
         self._seed = config.training.seed
-        self._always_masked = config.training.compile in ("blocks", "whole")
+        self._captured = config.training.capture == "on"
+        self._always_masked = self._captured or config.training.compile in ("blocks", "whole")
         self._block_rows = [dataset.blocks.rows for dataset in datasets]
         self._reader = TextRowReader(
             readers=[ArrayReader(dataset.samples, dataset.blocks, verify=config.data.verify) for dataset in datasets],
@@ -195,7 +196,8 @@ class TextBatchBuilder:
         if attended.all() and not self._always_masked:
             del fields["attention_mask"]
         else:
-            fields["kept"] = torch.from_numpy(kept_positions(attended))
+            lengths = kept_lengths(attended.size) if self._captured else None
+            fields["kept"] = torch.from_numpy(kept_positions(attended, lengths))
         return Batch(
             fields=fields,
             keys=torch.from_numpy(addresses.keys),
@@ -270,12 +272,21 @@ KEPT_LENGTHS = 64
 """Number of different lengths of `kept`: the GPU allocator reuses memory only for tensor sizes that occurred before."""
 
 
-def kept_positions(attended: Flags) -> Integers:
+def kept_lengths(positions: int) -> list[int]:
+    """Return the eight lengths of `kept` in a captured run, ascending: from 9/16 of the positions to all."""
+    return [-(-positions * part // 16) for part in range(9, 17)]
+
+
+def kept_positions(attended: Flags, lengths: Sequence[int] | None = None) -> Integers:
     """Return the positions of flattened rows [R, L] that are computed, ascending: all real ones, and the first padding
-    positions up to the next multiple of R * L / KEPT_LENGTHS."""
+    positions up to the next of `lengths`; None: up to the next multiple of R * L / KEPT_LENGTHS."""
     real = attended.ravel()
-    part = -(-real.size // KEPT_LENGTHS)
-    spare = -int(real.sum()) % part
+    if lengths is None:
+        part = -(-real.size // KEPT_LENGTHS)
+        spare = -int(real.sum()) % part
+    else:
+        number = int(real.sum())
+        spare = next(length for length in lengths if length >= number) - number
     return np.flatnonzero(real | (np.cumsum(~real) <= spare))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import cached_property, partial
@@ -25,7 +25,7 @@ from trp_scale.data.text.dataset import GROUPS, TextMeta, tokenizer_digest
 from trp_scale.distributed.environment import Environment
 from trp_scale.distributed.groups import Group
 from trp_scale.pretraining.base import DataFacts, Outline, Upstream
-from trp_scale.pretraining.pos_bert.batch import keep_all_positions, open_rows
+from trp_scale.pretraining.pos_bert.batch import keep_all_positions, kept_lengths, open_rows
 from trp_scale.pretraining.pos_bert.model import BertForMaskedPositions, BertOutput, load_bert
 from trp_scale.pretraining.pos_bert.settings import PosBertConfig, PosBertObjectiveConfig
 
@@ -216,6 +216,12 @@ class TextUpstream(Upstream):
     def worst_case_batch(self, batch: Batch) -> Batch:
         """Return the batch with padding computed too."""
         return keep_all_positions(batch)
+
+    def shapes(self, batch: Batch) -> Iterator[Batch]:
+        whole = keep_all_positions(batch)
+        lengths = kept_lengths(whole["kept"].numel()) if self.config.training.capture == "on" else []
+        for length in reversed(lengths):
+            yield replace(whole, fields={**whole.fields, "kept": whole["kept"][:length]})
 
     def model(self) -> nn.Module:
         settings, vocab_size = self.config.model, self.meta.vocab_size

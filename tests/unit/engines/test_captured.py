@@ -1,0 +1,212 @@
+"""Captured micro-batches of an engine: which are captured, whose gradients they set, and what they refuse. tests/parity
+compares whole runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.recorded import HostReadError, recorded_on_cpu
+from tests.settings import changed
+from trp_scale.core.batch import Batch, Extra, TaskLosses
+from trp_scale.core.engine import EngineError
+from trp_scale.core.run import task_losses
+from trp_scale.distributed.groups import ALONE
+from trp_scale.engines.captured import choose
+from trp_scale.engines.plain import PlainEngine
+from trp_scale.pretraining.pos_bert.settings import PosBertConfig
+
+CPU = torch.device("cpu")
+SHIFT = Extra("shift")
+
+
+class TwoLayers(nn.Module):
+    """Two matrices; the second takes part only in batches that have `deep`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, inputs: Tensor, deep: bool) -> Tensor:
+        hidden: Tensor = self.first(inputs).tanh()
+        return self.second(hidden) if deep else hidden
+
+
+class Squares:
+    """Two tasks: sums of squares of the two halves of the outputs. `reads`: reads a number on the host."""
+
+    tasks, balanced, regression, in_a_graph = ("left", "right"), (0, 1), (), True
+
+    def __init__(self, *, reads: bool = False) -> None:
+        self.reads = reads
+
+    def count(self, batch: Batch) -> Tensor:
+        return torch.full((2,), float(batch.rows), dtype=torch.float64)
+
+    def outside_weights(self, counts: Tensor) -> Tensor:
+        return torch.zeros_like(counts)
+
+    def __call__(self, forward: PlainEngine, batch: Batch) -> TaskLosses:
+        inputs = batch["inputs"] + batch.extras.get(SHIFT, torch.zeros(()))
+        if self.reads and float(inputs.sum()) > 1e9:
+            inputs = inputs * 2
+        squares = forward(inputs, "deep" in batch.fields).double().square()
+        return TaskLosses(sums=squares.view(-1, 2, 2).sum(dim=(0, 2)), counts=self.count(batch))
+
+
+def batch(seed: int, *, rows: int = 3, deep: bool = True, **extras: Tensor) -> Batch:
+    """Random rows; `extras` by key."""
+    inputs = torch.randn(rows, 4, generator=torch.Generator().manual_seed(seed))
+    fields = {"inputs": inputs} | ({"deep": torch.ones(rows)} if deep else {})
+    return Batch(fields=fields, keys=torch.arange(rows), start=0, extras={Extra(k): v for k, v in extras.items()})
+
+
+@pytest.fixture(autouse=True)
+def recorded() -> Iterator[None]:
+    with recorded_on_cpu():
+        yield
+
+
+def engine_of(capture: str) -> PlainEngine:
+    config = changed(PosBertConfig(), training={"capture": capture}, batch={"global_size": 8, "micro_size": 2})
+    torch.manual_seed(0)
+    engine = PlainEngine(TwoLayers(), config, device=CPU)
+    engine.train(True)
+    return engine
+
+
+def backward(engine: PlainEngine, objective: Squares, micro: Batch) -> None:
+    """Add the gradient of sum of (1 + t) times the loss of task t."""
+    losses = task_losses(objective, engine, micro)
+    engine.backward((losses.sums * torch.tensor([1.0, 2.0], dtype=torch.float64)).sum(), last=True)
+
+
+def captured_engine(objective: Squares, *shapes: Batch) -> PlainEngine:
+    """Engine with graphs of these shapes."""
+    engine = engine_of("on")
+    assert engine.captured is not None
+    with engine.captured.rehearsal():
+        for micro in (*shapes, *shapes):
+            backward(engine, objective, micro)
+            engine.discard_gradients()
+    return engine
+
+
+def gradients(engine: PlainEngine) -> list[Tensor | None]:
+    return [parameter.grad for parameter in engine.module.parameters()]
+
+
+def assert_equal_gradients(ours: PlainEngine, theirs: PlainEngine) -> None:
+    for mine, other in zip(gradients(ours), gradients(theirs), strict=True):
+        assert (mine is None) == (other is None)
+        assert mine is None or other is None or torch.equal(mine, other)
+
+
+@pytest.mark.parametrize("deep", [(True, True), (False, False), (False, True), (True, False)])
+def test_gradients_of_a_window(deep: tuple[bool, ...]) -> None:
+    """Sums over micro-batches, also of modes with other parameters; None for parameters that take no part."""
+    objective = Squares()
+    eager, engine = engine_of("off"), captured_engine(objective, batch(0), batch(0, deep=False))
+    for step in range(2):
+        for number, uses in enumerate(deep):
+            micro = batch(10 * step + number, deep=uses)
+            for each in (eager, engine):
+                backward(each, objective, micro)
+        assert_equal_gradients(engine, eager)
+        for each in (eager, engine):
+            each.discard_gradients()
+    assert engine.captured is not None and (engine.captured.replays, engine.captured.others) == (4, 0)
+
+
+def test_a_window_with_an_uncaptured_micro_batch() -> None:
+    objective = Squares()
+    eager, engine = engine_of("off"), captured_engine(objective, batch(0))
+    for rows in (3, 2, 3, 2):
+        for each in (eager, engine):
+            backward(each, objective, batch(rows, rows=rows))
+    assert_equal_gradients(engine, eager)
+    assert engine.captured is not None and (engine.captured.replays, engine.captured.others) == (2, 2)
+    assert len(engine.captured.notices) == 1 and "inputs [2, 4]" in engine.captured.notices[0]
+
+
+def test_the_gradient_of_an_extra() -> None:
+    """Added up over micro-batches; a hook may set it to None."""
+    objective = Squares()
+    engine = captured_engine(objective, batch(0, shift=torch.zeros(4, requires_grad=True)))
+    eager, shifts = engine_of("off"), []
+    for each in (eager, engine):
+        shift = torch.ones(4, requires_grad=True)
+        seen = []
+        for step in range(2):
+            for seed in (1, 2):
+                backward(each, objective, batch(10 * step + seed, shift=shift))
+            seen.append(shift.grad)
+            shift.grad = None
+        shifts.append(seen)
+    for ours, theirs in zip(*shifts, strict=True):
+        assert torch.equal(ours, theirs) and ours.abs().sum() > 0
+
+
+def test_losses_of_a_pass_remain_after_the_next() -> None:
+    objective = Squares()
+    engine = engine_of("on")
+    assert engine.captured is not None
+    with torch.no_grad():
+        with engine.captured.rehearsal():
+            for _ in range(2):
+                task_losses(objective, engine, batch(0))
+        first, second = (task_losses(objective, engine, batch(seed)).sums for seed in (1, 2))
+        assert engine.captured.replays == 2
+        assert torch.equal(first, task_losses(objective, engine_of("off"), batch(1)).sums) and not first.equal(second)
+
+
+def test_an_objective_that_reads_a_number_runs_without_graphs() -> None:
+    objective = Squares(reads=True)
+    eager, engine = engine_of("off"), captured_engine(objective, batch(0))
+    for each in (eager, engine):
+        backward(each, objective, batch(1))
+    assert_equal_gradients(engine, eager)
+    assert engine.captured is not None and engine.captured.replays == 0
+    assert [HostReadError.__name__ in notice for notice in engine.captured.notices] == [True]
+
+
+def test_a_hidden_input_is_seen() -> None:
+    """The comparison of the parity tests finds an objective that reads what is not in the batch."""
+
+    class Scaled(Squares):
+        scale = torch.ones(())
+
+        def __call__(self, forward: PlainEngine, batch: Batch) -> TaskLosses:
+            losses = super().__call__(forward, batch)
+            losses.sums = losses.sums * self.scale
+            return losses
+
+    objective = Scaled()
+    eager, engine = engine_of("off"), captured_engine(objective, batch(0))
+    objective.scale = torch.full((), 2.0)
+    for each in (eager, engine):
+        backward(each, objective, batch(1))
+    with pytest.raises(AssertionError):
+        assert_equal_gradients(engine, eager)
+
+
+def test_losses_without_a_backward_pass_are_refused() -> None:
+    objective = Squares()
+    engine = captured_engine(objective, batch(0))
+    task_losses(objective, engine, batch(1))
+    with pytest.raises(EngineError, match="capture off"):
+        task_losses(objective, engine, batch(2))
+
+
+def test_choice() -> None:
+    assert choose("auto", CPU, [], ALONE)[0] == "on"
+    assert choose("off", CPU, [], ALONE)[0] == "off"
+    value, why = choose("auto", CPU, ["a reason", "another"], ALONE)
+    assert value == "off" and "a reason" in why
+    with pytest.raises(EngineError, match="a reason"):
+        choose("on", CPU, ["a reason"], ALONE)
+    with pytest.raises(EngineError, match="META"):
+        choose("on", torch.device("meta"), [], ALONE)

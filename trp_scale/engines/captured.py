@@ -1,0 +1,348 @@
+"""`training.capture`: CUDA graphs of a micro-batch, so that the host does not launch its kernels one by one.
+
+A micro-batch is cut at the loss sums of its tasks. The first graph is the objective's forward pass to the sums.
+Balancer and hooks run as without capture, on a detached copy of the sums, whose gradient is one coefficient for each
+task. The second graph is the backward pass from these coefficients to the gradients of the parameters, with the
+engine's reduction. So weights that change between steps are not frozen in a graph.
+
+A graph reads and writes fixed memory. Fields and extras of a batch are copied there before the forward graph. After the
+backward graph, the gradients of extras are added to those of the hooks' tensors, and the parameters' `.grad` are set to
+fixed tensors. Dropout is seeded per micro-batch outside of the graphs. All graphs of an engine share one memory pool,
+because a micro-batch is finished before the next begins.
+
+Graphs are captured before the first step, for each mode (shapes of the batch, extras, with or without gradients). Other
+modes run without a graph and are counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from trp_scale.core.batch import Batch, Extra, TaskLosses
+from trp_scale.core.engine import EngineError
+from trp_scale.core.run import Objective
+from trp_scale.distributed.groups import Group
+
+Result = TypeVar("Result")
+Replay = Callable[[], None]
+
+
+class Recorder(Protocol):
+    """Records the work of a function on a device. All recordings of a recorder share memory."""
+
+    def __init__(self, device: torch.device) -> None: ...
+
+    def record(self, work: Callable[[], Result]) -> tuple[Result, Replay]:
+        """Return the result of `work`, and a function that does the same work on the same memory again. The content of
+        the result is defined after a replay."""
+        ...
+
+
+class CudaGraphs:
+    """CUDA graphs with a common memory pool."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self.pool = torch.cuda.graph_pool_handle()  # type: ignore[no-untyped-call]
+
+    def record(self, work: Callable[[], Result]) -> tuple[Result, Replay]:
+        graph = torch.cuda.CUDAGraph()
+        # thread_local: the loader's threads may pin memory meanwhile
+        with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
+            result = work()
+        return result, graph.replay
+
+
+RECORDERS: dict[str, type[Recorder]] = {"cuda": CudaGraphs}
+"""Recorder of each type of device."""
+
+
+def choose(wanted: str, device: torch.device, reasons: list[str], group: Group) -> tuple[Literal["on", "off"], str]:
+    """Resolve `training.capture`, equally on all ranks; return it with a line for the log. Collective.
+
+    Args:
+        wanted: the setting.
+        reasons: reasons against it, from the settings.
+
+    Raises:
+        EngineError: it is on, and there is a reason against it.
+    """
+    against = reasons if device.type in RECORDERS else [f"the device is a {device.type.upper()}", *reasons]
+    why = next((first[0] for first in group.gather_objects(against[:1]) if first), None)
+    if wanted == "on" and why:
+        raise EngineError(f"--training.capture is on, but {why}; allowed: auto, off")
+    if why or wanted == "off":
+        return "off", f"micro-batches are not captured in CUDA graphs: {why}"
+    return "on", "micro-batches are captured in CUDA graphs"
+
+
+class CapturedEngine(Protocol):
+    """Engine whose micro-batches can be captured."""
+
+    device: torch.device
+    module: nn.Module
+
+    @property
+    def reduces(self) -> bool:
+        """Whether the last backward pass of a window differs from the others."""
+        ...
+
+    def accumulate(self, loss: Tensor, *, last: bool, retain_graph: bool = False) -> None:
+        """Backward pass without a graph, as `backward`."""
+        ...
+
+    def gradient_holders(self) -> list[nn.Parameter]:
+        """Return the parameters whose `.grad` the optimizer reads."""
+        ...
+
+    def keeps(self, gradient: Tensor) -> bool:
+        """Whether a gradient is in memory that the engine allocates once."""
+        ...
+
+    def discard_gradients(self) -> None: ...
+
+
+@dataclass(kw_only=True)
+class Backward:
+    """Backward graph of a mode.
+
+    Attributes:
+        replay: does its work.
+        gradients: gradient of each parameter that has one, by its position among the engine's, in fixed memory.
+        extras: gradient of each extra that has one, in fixed memory.
+    """
+
+    replay: Replay
+    gradients: dict[int, Tensor]
+    extras: dict[Extra, Tensor]
+
+
+@dataclass(kw_only=True)
+class Mode:
+    """Graphs for micro-batches of the same shapes.
+
+    Attributes:
+        batch: fixed memory of fields and extras.
+        losses: fixed memory of the results.
+        forward: does the work of the forward pass.
+        coefficients: [T] float64, fixed memory of the gradient of the sums.
+        backwards: backward graphs by (first of the window, last of the window); empty without gradients.
+    """
+
+    batch: Batch
+    losses: TaskLosses
+    forward: Replay
+    coefficients: Tensor
+    backwards: dict[tuple[bool, bool], Backward] = field(default_factory=dict)
+
+
+class Unfinished(NamedTuple):
+    """Micro-batch whose forward graph has run, and its backward graph not yet. `sums`: detached, [T] float64."""
+
+    mode: Mode
+    sums: Tensor
+    batch: Batch
+
+
+class Captured:
+    """Graphs of an engine's micro-batches.
+
+    Args:
+        engine: plain or ddp.
+        losses_of: computes the losses of a micro-batch without a graph; may be compiled.
+        several: windows may have more than one micro-batch.
+    Attributes:
+        replays: number of micro-batches of steps with a graph.
+        others: number of micro-batches of steps without one.
+        notices: lines for the log.
+    """
+
+    def __init__(
+        self, engine: CapturedEngine, losses_of: Callable[[Objective, Batch], TaskLosses], *, several: bool
+    ) -> None:
+        self.engine, self.losses_of, self.several = engine, losses_of, several
+        self.recorder = RECORDERS[engine.device.type](engine.device)
+        self.replays = self.others = 0
+        self.notices: list[str] = []
+        self._modes: dict[Any, Mode] = {}
+        self._seen: set[Any] = set()
+        self._fixed: dict[int, Tensor] = {}  # gradients of parameters, by position
+        self._rehearses = False
+        self._unfinished: Unfinished | None = None
+
+    @contextmanager
+    def rehearsal(self) -> Iterator[None]:
+        """Context of passes that capture: a mode first runs without a graph, and is captured when it comes again."""
+        self._rehearses = True
+        try:
+            yield
+        finally:
+            self._rehearses, self._unfinished = False, None
+            self.replays = self.others = 0
+
+    def losses(self, objective: Objective, batch: Batch) -> TaskLosses:
+        """Compute the losses of a micro-batch; in evaluation mode without a graph."""
+        if not self.engine.module.training:
+            return self.losses_of(objective, batch)
+        key = mode_key(objective, batch)
+        if self._rehearses and key in self._seen and key not in self._modes:
+            self._try_capture(key, objective, batch)
+        self._seen.add(key)
+        mode = self._modes.get(key)
+        if mode is None:
+            self._note_uncaptured(batch)
+            return self.losses_of(objective, batch)
+        if self._unfinished is not None:
+            raise EngineError(
+                "a hook has computed the losses of a micro-batch with gradients and has not called the engine's "
+                "backward; allowed: torch.no_grad() around it, or --training.capture off"
+            )
+        self.replays += 1
+        with torch.no_grad():
+            for name, fixed in mode.batch.fields.items():
+                fixed.copy_(batch.fields[name], non_blocking=True)
+            for name, fixed in mode.batch.extras.items():
+                fixed.copy_(batch.extras[name])
+            mode.forward()
+            # Copies, because the next micro-batch overwrites them
+            sums, counts = mode.losses.sums.clone(), mode.losses.counts.clone()
+        if mode.backwards:
+            sums.requires_grad_()
+            self._unfinished = Unfinished(mode, sums, batch)
+        return TaskLosses(sums=sums, counts=counts, shared_inputs=mode.losses.shared_inputs)
+
+    def _note_uncaptured(self, batch: Batch) -> None:
+        if self._rehearses:
+            return
+        self.others += 1
+        if not self.notices:
+            shapes = ", ".join(f"{name} {list(value.shape)}" for name, value in batch.fields.items())
+            self.notices.append(f"micro-batches of these shapes are not captured: {shapes}")
+
+    def backward(self, loss: Tensor, *, last: bool) -> bool:
+        """Do the backward pass of the micro-batch whose forward pass was a graph; return False if there is none.
+
+        Args:
+            loss: depends on the sums that `losses` has returned.
+        """
+        unfinished, self._unfinished = self._unfinished, None
+        if unfinished is None:
+            return False
+        mode, sums, batch = unfinished
+        loss.backward()  # type: ignore[no-untyped-call]  # up to the sums, and to parameters of the balancer
+        assert sums.grad is not None, "the loss depends on the sums"
+        mode.coefficients.copy_(sums.grad)
+        graph = self._backward_graph(mode, last=last and self.engine.reduces)
+        graph.replay()
+        holders = self.engine.gradient_holders()
+        for number, gradient in graph.gradients.items():
+            holders[number].grad = gradient
+        for key, gradient in graph.extras.items():
+            torch.autograd.backward(batch.extras[key], gradient)
+        return True
+
+    @torch.no_grad()
+    def _backward_graph(self, mode: Mode, *, last: bool) -> Backward:
+        """Return the backward graph for the present gradients, which are in fixed memory then."""
+        first, holders = mode.backwards[True, last], self.engine.gradient_holders()
+        if all(holders[number].grad is None for number in first.gradients):
+            return first
+        graph = mode.backwards[False, last]
+        for number in graph.gradients:
+            gradient, fixed = holders[number].grad, self._fixed[number]
+            if gradient is None:
+                fixed.zero_()
+            elif gradient is not fixed:  # of a micro-batch without a graph
+                fixed.copy_(gradient)
+        return graph
+
+    def _try_capture(self, key: Any, objective: Objective, batch: Batch) -> None:
+        """Capture the graphs of a mode, or capture none if one fails: a number is read on the host, or memory ends."""
+        try:
+            self._modes[key] = self._capture(objective, batch)
+        except RuntimeError as error:
+            self._rehearses = False
+            self._modes.clear()
+            self.engine.discard_gradients()
+            reason = str(error).partition("\n")[0]
+            self.notices.append(f"micro-batches are not captured: {type(error).__name__}: {reason}")
+
+    def _capture(self, objective: Objective, batch: Batch) -> Mode:
+        """Capture the graphs of a mode. Drops the gradients of the present window."""
+        self.engine.discard_gradients()
+        fixed = fixed_batch(batch)
+        coefficients = torch.zeros(len(objective.tasks), dtype=torch.float64, device=self.engine.device)
+
+        def forward() -> tuple[TaskLosses, Tensor]:
+            losses = self.losses_of(objective, fixed)
+            return losses, losses.sums @ coefficients
+
+        (losses, total), replay = self.recorder.record(forward)
+        mode = Mode(batch=fixed, losses=losses, forward=replay, coefficients=coefficients)
+        if total.requires_grad:
+            reduces = self.engine.reduces
+            for first in (True, False) if self.several else (True,):
+                for last in (False, True) if self.several and reduces else (reduces,):
+                    mode.backwards[first, last] = self._capture_backward(mode, total, first=first, last=last)
+            self.engine.discard_gradients()
+        # Without the saved tensors, whose memory other modes may use
+        mode.losses = replace(losses, sums=losses.sums.detach())
+        return mode
+
+    def _capture_backward(self, mode: Mode, total: Tensor, *, first: bool, last: bool) -> Backward:
+        """Capture a backward pass.
+
+        Args:
+            total: scalar; its graph is kept.
+            first: the gradients are new; otherwise they are added to those of earlier micro-batches.
+            last: the engine reduces the gradients.
+        """
+        self.engine.discard_gradients()
+        holders, extras = self.engine.gradient_holders(), mode.batch.extras
+        for number, fixed in self._fixed.items():
+            holders[number].grad = None if first else fixed
+        for extra in extras.values():
+            extra.grad = None
+
+        def backward() -> dict[int, Tensor]:
+            self.engine.accumulate(total, last=last, retain_graph=True)
+            gradients = {number: holder.grad for number, holder in enumerate(holders) if holder.grad is not None}
+            return {number: self._fix(number, gradient) for number, gradient in gradients.items()}
+
+        gradients, replay = self.recorder.record(backward)
+        if not first:  # without parameters that take no part
+            used = mode.backwards[True, last].gradients
+            gradients = {number: gradient for number, gradient in gradients.items() if number in used}
+        return Backward(
+            replay=replay,
+            gradients=gradients,
+            extras={key: extra.grad for key, extra in extras.items() if extra.grad is not None},
+        )
+
+    @torch.no_grad()
+    def _fix(self, number: int, gradient: Tensor) -> Tensor:
+        """Return a gradient in memory that outlives the graph."""
+        if self.engine.keeps(gradient):
+            return gradient
+        fixed = self._fixed.setdefault(number, gradient)
+        return fixed if gradient is fixed else fixed.copy_(gradient)
+
+
+def mode_key(objective: Objective, batch: Batch) -> Any:
+    """Return what decides which graph a micro-batch needs."""
+    tensors = [(name, value.shape, value.dtype) for name, value in batch.fields.items()]
+    extras = [(key, value.shape, value.dtype, value.requires_grad) for key, value in batch.extras.items()]
+    return id(objective), torch.is_grad_enabled(), frozenset(tensors), frozenset(extras)
+
+
+def fixed_batch(batch: Batch) -> Batch:
+    """Return a copy of a batch; its extras are leaves."""
+    fields = {name: value.clone() for name, value in batch.fields.items()}
+    extras = {key: value.detach().clone().requires_grad_(value.requires_grad) for key, value in batch.extras.items()}
+    return replace(batch, fields=fields, extras=extras, wire=None)
