@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import pytest
 import torch
+from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -88,6 +89,8 @@ def recorded_on_cpu(enabled: bool = True) -> Iterator[None]:
     """Context in which `training.capture` works on a CPU; if not `enabled`, with no graph for any micro-batch."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(captured.RECORDERS, "cpu", RecordedOperations)
+        # A graph's memory stays reserved; FSDP2 frees that of gathered weights outside of the recorded operations.
+        patch.setattr(_fsdp_param, "free_storage", lambda tensor: None)
         if not enabled:
-            patch.setattr(captured.Captured, "_capture", lambda *_: None)
+            patch.setattr(captured.Captured, "_try_capture", lambda *_: None)
         yield

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import Tensor
 
 from tests.fixtures import small_text_dataset
 from tests.ranks import Ranks
@@ -22,6 +23,7 @@ from trp_scale.checkpoint.document import read_document
 from trp_scale.checkpoint.format import read_full_state
 from trp_scale.checkpoint.run_directory import checkpoints
 from trp_scale.cli import main as cli
+from trp_scale.engines.captured import Backward, Captured, Mode
 from trp_scale.engines.ddp import DdpEngine
 from trp_scale.errors import RefusedError
 
@@ -107,11 +109,17 @@ TWO_RANKS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("case", TWO_RANKS)
-def test_on_two_ranks(text: Path, image_dataset: Path, tmp_path: Path, two_ranks: Ranks, case: str) -> None:
-    """Buckets are reduced inside the backward graph of a window's last micro-batch."""
+ON_FSDP = ("minimax", "bf16 weights", "adpe_tiny separate")
+"""Those with one micro-batch in a step."""
+
+
+@pytest.mark.parametrize(("engine", "case"), [*(("ddp", case) for case in TWO_RANKS), *(("fsdp", c) for c in ON_FSDP)])
+def test_on_two_ranks(
+    text: Path, image_dataset: Path, tmp_path: Path, two_ranks: Ranks, engine: str, case: str
+) -> None:
+    """The gradients are reduced inside the backward graph of a window's last micro-batch."""
     for enabled in (False, True):
-        command = arguments(case, text, image_dataset, tmp_path / str(enabled), engine="ddp", **TWO_RANKS[case])
+        command = arguments(case, text, image_dataset, tmp_path / str(enabled), engine=engine, **TWO_RANKS[case])
         two_ranks(pretrain_captured, command, enabled=enabled)
     assert_equal_runs(tmp_path / "False", tmp_path / "True")
 
@@ -151,11 +159,9 @@ def collectives(*, several: bool) -> list[tuple[str, int]]:
         engine, objective = make_engine(layout, config, data_group())
         assert isinstance(engine, DdpEngine) and engine.captured is not None and engine.reduction is not None
         engine.train(True)
-        with engine.captured.rehearsal():
-            for _ in range(2):
-                losses = engine.captured.losses(objective, batch(range(layout.micro_size)))
-                engine.backward(losses.sums.sum(), last=True)
-                engine.discard_gradients()
+        with engine.captured.capturing():
+            losses = engine.captured.losses(objective, batch(range(layout.micro_size)))
+            engine.backward(losses.sums.sum(), last=True)
         recordings = engine.captured.recorder.recordings
         buckets = len(engine.reduction.buckets)
         engine.close()
@@ -169,3 +175,20 @@ def test_collectives_of_the_graphs(two_ranks: Ranks) -> None:
     assert graphs == [("", 0), ("allreduce_", buckets)]
     (_, buckets), *graphs = two_ranks(collectives, several=True)[0]
     assert graphs == [("", 0), *[("", 0), ("allreduce_", buckets)] * 2]
+
+
+def test_graphs_with_other_results_are_not_used(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The passes before the first step find a graph that computes something else, and the run goes on without."""
+    capture_backward = Captured._capture_backward
+
+    def scaled(self: Captured, mode: Mode, total: Tensor, **flags: bool) -> Backward:
+        return capture_backward(self, mode, total * 1.01, **flags)
+
+    for name in ("uncaptured", "captured"):
+        with recorded_on_cpu(name == "captured"):
+            if name == "captured":
+                monkeypatch.setattr(Captured, "_capture_backward", scaled)
+            assert pretrain_here(arguments("minimax", text, text, tmp_path / name)) == 0
+    assert_equal_runs(tmp_path / "uncaptured", tmp_path / "captured")
+    captured = json.loads((tmp_path / "captured" / "summary.json").read_text())["captured"]
+    assert captured["replays"] == 0 and captured["others"] > 0

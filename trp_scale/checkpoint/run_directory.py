@@ -383,6 +383,7 @@ MAY_CHANGE = (
     "training.max_hours",
     "training.max_skipped_steps",
     "training.compile",
+    "training.capture",
     "training.activation_checkpointing",
     "training.deterministic",
     "data.workers",

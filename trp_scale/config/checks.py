@@ -43,11 +43,12 @@ def against_compiling(config: Config) -> list[str]:
     return [*(reason for part in parts for reason in part.against_compiling(config)), *config.against_compiling()]
 
 
-def against_capturing(config: Config, engine: str) -> list[str]:
-    """Return the reasons why the micro-batches of a run cannot be captured (`training.capture`)."""
+def against_capturing(config: Config, engine: str, ranks: int) -> list[str]:
+    """Return the reasons why the micro-batches of a run cannot be captured (`training.capture`). `ranks`: ranks that
+    split the batch."""
     parts = [section for section in sections(config).values() if isinstance(section, Section)]
     reasons = [*(reason for part in parts for reason in part.against_capturing(config)), *config.against_capturing()]
-    return reasons if engine_rules(engine).captures else [f"the engine {engine} does not support it", *reasons]
+    return [*engine_rules(engine).uncaptured(config, ranks), *reasons]
 
 
 def hook_problems(config: Config) -> Iterator[str]:
@@ -71,7 +72,6 @@ class EngineRules(Settings):
         reads_ds_config: needs --ds_config; other engines refuse it.
         scales_loss: has a loss scaler, so that it can train in fp16.
         shards_everything: shards weights, gradients and moments over the ranks of a copy.
-        captures: can run micro-batches as CUDA graphs (`training.capture`).
         layouts: "module:Class" of the planner's layouts; empty if a plan cannot predict its cost.
     """
 
@@ -80,12 +80,15 @@ class EngineRules(Settings):
     reads_ds_config: ClassVar[bool] = False
     scales_loss: ClassVar[bool] = False
     shards_everything: ClassVar[bool] = False
-    captures: ClassVar[bool] = False
     layouts: ClassVar[str] = ""
 
     def refusals(self, config: Any) -> Iterator[str]:
         """Yield settings that this engine refuses: flag, value and allowed values."""
         return iter(())
+
+    def uncaptured(self, config: Any, ranks: int) -> Iterator[str]:
+        """Yield reasons why this engine cannot capture micro-batches (`training.capture`) on `ranks` data ranks."""
+        yield f"the engine {self.kind} does not support it"
 
     def keeps_states_in_files(self, config: Any) -> bool:
         """Return whether weights and moments are stored in files and may exceed memory."""

@@ -83,8 +83,12 @@ class CapturedGraphs(Protocol):
         """Compute the losses of a micro-batch. If they have gradients, the engine's `backward` must follow."""
         ...
 
-    def rehearsal(self) -> AbstractContextManager[None]:
+    def capturing(self) -> AbstractContextManager[None]:
         """Context of passes over windows of every shape, which capture their graphs."""
+        ...
+
+    def give_up(self, reason: str) -> None:
+        """Drop the graphs, and run all micro-batches without."""
         ...
 
 

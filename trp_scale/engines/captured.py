@@ -101,6 +101,10 @@ class CapturedEngine(Protocol):
         """Return the parameters whose `.grad` the optimizer reads."""
         ...
 
+    def separate_graphs(self) -> None:
+        """Forget events of the forward graph: a backward graph starts after its end, and cannot wait for them."""
+        ...
+
     def keeps(self, gradient: Tensor) -> bool:
         """Whether a gradient is in memory that the engine allocates once."""
         ...
@@ -171,29 +175,33 @@ class Captured:
         self.replays = self.others = 0
         self.notices: list[str] = []
         self._modes: dict[Any, Mode] = {}
-        self._seen: set[Any] = set()
         self._fixed: dict[int, Tensor] = {}  # gradients of parameters, by position
-        self._rehearses = False
+        self._captures = False
         self._unfinished: Unfinished | None = None
 
     @contextmanager
-    def rehearsal(self) -> Iterator[None]:
-        """Context of passes that capture: a mode first runs without a graph, and is captured when it comes again."""
-        self._rehearses = True
+    def capturing(self) -> Iterator[None]:
+        """Context of passes that capture their modes, after the same passes without graphs."""
+        self._captures = True
         try:
             yield
         finally:
-            self._rehearses, self._unfinished = False, None
-            self.replays = self.others = 0
+            self._captures = False
+
+    def give_up(self, reason: str) -> None:
+        """Run all micro-batches without graphs from now on; drops the gradients of the present window."""
+        self._captures = False
+        self._modes.clear()
+        self.engine.discard_gradients()
+        self.notices.append(f"micro-batches are not captured: {reason}")
 
     def losses(self, objective: Objective, batch: Batch) -> TaskLosses:
         """Compute the losses of a micro-batch; in evaluation mode without a graph."""
         if not self.engine.module.training:
             return self.losses_of(objective, batch)
         key = mode_key(objective, batch)
-        if self._rehearses and key in self._seen and key not in self._modes:
+        if self._captures and key not in self._modes:
             self._try_capture(key, objective, batch)
-        self._seen.add(key)
         mode = self._modes.get(key)
         if mode is None:
             self._note_uncaptured(batch)
@@ -218,10 +226,8 @@ class Captured:
         return TaskLosses(sums=sums, counts=counts, shared_inputs=mode.losses.shared_inputs)
 
     def _note_uncaptured(self, batch: Batch) -> None:
-        if self._rehearses:
-            return
         self.others += 1
-        if not self.notices:
+        if self._modes and not self.notices:
             shapes = ", ".join(f"{name} {list(value.shape)}" for name, value in batch.fields.items())
             self.notices.append(f"micro-batches of these shapes are not captured: {shapes}")
 
@@ -267,11 +273,7 @@ class Captured:
         try:
             self._modes[key] = self._capture(objective, batch)
         except RuntimeError as error:
-            self._rehearses = False
-            self._modes.clear()
-            self.engine.discard_gradients()
-            reason = str(error).partition("\n")[0]
-            self.notices.append(f"micro-batches are not captured: {type(error).__name__}: {reason}")
+            self.give_up(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
 
     def _capture(self, objective: Objective, batch: Batch) -> Mode:
         """Capture the graphs of a mode. Drops the gradients of the present window."""
@@ -285,6 +287,7 @@ class Captured:
 
         (losses, total), replay = self.recorder.record(forward)
         mode = Mode(batch=fixed, losses=losses, forward=replay, coefficients=coefficients)
+        self.engine.separate_graphs()
         if total.requires_grad:
             reduces = self.engine.reduces
             for first in (True, False) if self.several else (True,):

@@ -136,11 +136,19 @@ class FsdpEngine(PlainEngine):
                 optimizer.state[parameter] = empty_adamw_state(parameter, self._on_disk)
         return optimizer
 
-    def backward(self, loss: Tensor, *, last: bool) -> None:
+    def accumulate(self, loss: Tensor, *, last: bool, retain_graph: bool = False) -> None:
         cast(FSDPModule, self.module).set_requires_gradient_sync(last)
         self.watch_backward()
         # FSDP2 averages over the ranks (its divide factor cannot be set on gloo); the loss is a share of a global sum.
-        (loss * self.loss_factor()).backward()  # type: ignore[no-untyped-call]
+        (loss * self.loss_factor()).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+
+    @property
+    def reduces(self) -> bool:
+        return True
+
+    def separate_graphs(self) -> None:
+        # The first gather of the backward pass would wait for an event of the forward graph.
+        cast(FSDPModule, self.module)._get_fsdp_state()._comm_ctx.all_gather_state = None
 
     def discard_gradients(self) -> None:
         super().discard_gradients()

@@ -158,6 +158,9 @@ class PlainEngine(ShardOperations):
     def gradient_holders(self) -> list[nn.Parameter]:
         return self._updated
 
+    def separate_graphs(self) -> None:
+        """Do nothing: no event connects the passes."""
+
     def keeps(self, gradient: Tensor) -> bool:
         return False
 

@@ -17,8 +17,10 @@ class PlainRules(EngineRules):
     """One process with whole weights, gradients and moments."""
 
     one_process = True
-    captures = True
     layouts = "trp_scale.planning.layouts:PlainLayout"
+
+    def uncaptured(self, config: Config, ranks: int) -> Iterator[str]:
+        return iter(())
 
 
 @component("engine", "ddp", "trp_scale.engines.ddp:DdpEngine")
@@ -26,8 +28,10 @@ class PlainRules(EngineRules):
 class DdpRules(EngineRules):
     """Whole weights and moments on each rank; gradients are summed."""
 
-    captures = True
     layouts = "trp_scale.planning.layouts:DdpLayout"
+
+    def uncaptured(self, config: Config, ranks: int) -> Iterator[str]:
+        return iter(())
 
 
 @component("engine", "fsdp", "trp_scale.engines.fsdp:FsdpEngine")
@@ -41,6 +45,18 @@ class FsdpRules(EngineRules):
 
     def keeps_states_in_files(self, config: Config) -> bool:
         return bool(config.fsdp.offload_directory)
+
+    def uncaptured(self, config: Config, ranks: int) -> Iterator[str]:
+        batch = config.batch
+        if config.training.capture == "auto":
+            yield "with FSDP2 only --training.capture on asks for it"
+        if config.fsdp.offload:
+            yield "--fsdp.offload copies weights on the host"
+        if batch.micro_size == "auto" or batch.micro_size * ranks != batch.global_size:
+            yield (
+                f"FSDP2 is captured with one micro-batch in a step; --batch.micro_size is {batch.micro_size}, allowed: "
+                f"{batch.global_size // ranks}"
+            )
 
 
 @component("engine", "megatron", "trp_scale.engines.megatron:MegatronEngine")

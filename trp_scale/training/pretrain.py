@@ -161,7 +161,8 @@ class Run:
             reasons = [*against_compiling(config), *engine_rules(self.engine_name).against_compiling(config)]
             config.training.compile, why = compiled.choose(self.environment.device, stage, reasons, self.world)
             self.notices.append(why)
-        wanted, reasons = config.training.capture, against_capturing(config, self.engine_name)
+        wanted = config.training.capture
+        reasons = against_capturing(config, self.engine_name, self.environment.data.size)
         config.training.capture, why = captured.choose(wanted, self.environment.device, reasons, self.world)
         if wanted != "off" and self.environment.device.type != "cpu":
             self.notices.append(why)

@@ -38,7 +38,8 @@ def drawn(*shape: int, seed: int = 0) -> Tensor:
 class Fixed:
     """A model that gives these outputs, row after row, and an engine of it."""
 
-    device, data_group, graphs = torch.device("cpu"), ALONE, None
+    device, data_group = torch.device("cpu"), ALONE
+    graphs = captured = None
 
     def __init__(self, *outputs: Tensor) -> None:
         self.outputs, self.given = outputs, 0
