@@ -244,8 +244,8 @@ PRESENT = to_dict(PosBertConfig())
 ALLOWED = {
     *("model.weights_names", "batch.micro_size", "adversary.check_every"),
     *(f"data.{name}" for name in ("workers", "prefetch", "verify", "max_corrupt_blocks")),
-    *(f"training.{name}" for name in ("steps", "max_hours", "max_skipped_steps", "compile", "deterministic")),
-    "training.activation_checkpointing",
+    *(f"training.{name}" for name in ("steps", "max_hours", "max_skipped_steps", "compile", "capture")),
+    *("training.deterministic", "training.activation_checkpointing"),
 }
 ALLOWED_SECTIONS = {"fsdp", "megatron", "validation", "checkpoint", "reliability", "logging"}
 
