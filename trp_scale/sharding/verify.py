@@ -126,6 +126,7 @@ def kind_fields(fields: Fields) -> dict[str, Any]:
         if unknown := sorted(set(fields.texts("suffixes")) - set(known_suffixes())):
             allowed = ", ".join(known_suffixes())
             raise fields.refusal(f"suffix {quote(unknown[0])} found, only {allowed} may be{OWN_MODALITY}")
+        fields.whole("rows_per_block", least=1, default=1)
         fields.take("classes", list[str] | None, None)
     return {"classes": None, **fields.document}
 

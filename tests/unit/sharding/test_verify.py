@@ -219,6 +219,7 @@ def test_members_that_break_the_promise_of_dataset_json_are_named(
     ("changes", "message"),
     [
         ({"rows": 41}, "41 rows"),
+        ({"rows_per_block": {}}, "rows_per_block"),
         ({"shards": ["image-000000.tar"]}, "image-000001.tar"),
         ({"suffixes": ["jpg", "cls", "depth.png", "semseg.png", "pkl"]}, "pkl"),
         ({"kind": "sound"}, "'sound'"),
