@@ -1,18 +1,23 @@
-"""Everything that wants a GPU, in at most --seconds: agreement, speed, memory, waits.
+"""Everything that wants a GPU, in parts of four minutes: sections in the order of what is asked now.
 
-    python benchmarks/gpu.py --output gpu.json [--sections parity throughput] [--items checks] [--seconds 450] [--small]
+    python benchmarks/gpu.py --output gpu.json [--sections captured ranks] [--items checks] [--seconds 240] [--small]
 
 Prints a line for each item and writes all of them to --output after every one, so that a run that is cut off keeps
 what it has. What cannot be measured (no GPU, no deepspeed, no time left) is null or left out with the reason.
-Exit status: 0, or 1 when an item that should have been measured failed.
+Exit status: 0, or 1 when an item that should have been measured failed or is not as expected.
 
-What does not fit into --seconds is left out, last sections first. Checks may run side by side, timings run alone:
+What does not fit into --seconds is left out, last items first; --named measures it in a part of its own. Checks may run
+side by side, timings run alone:
 
-    for each in "parity" "waits memory" "images modalities ways"; do
+    python benchmarks/gpu.py --sections captured --items timings --output timings.json
+    for each in captured parity waits "images modalities"; do
         python benchmarks/gpu.py --items checks --sections $each --output "${each%% *}.json" &
     done; wait
-    python benchmarks/gpu.py --items timings --output timings.json
+    for each in collectives pos_bert_tiny adpe_tiny mlo_mae_tiny mm_mae_tiny; do
+        python benchmarks/gpu.py --sections ranks --named $each --nccl libnccl.so.2 --output "$each.json" &
+    done; wait
 
+Make the data of `ranks` beforehand if the machine with the GPU lacks NLTK: run one of its items with --small.
 Figures of 2026-11-26 and 2026-11-27 are in docs/experiments.md.
 """
 
@@ -32,34 +37,29 @@ from typing import Any, Literal, get_args
 import torch
 import tyro
 
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read once; checks of equal steps need it
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+
+from benchmarks.gpu_captured import captured
 from benchmarks.gpu_images import images, modalities
-from benchmarks.gpu_parity import memory, parity, waits
+from benchmarks.gpu_parity import parity, waits
+from benchmarks.gpu_ranks import ranks
 from benchmarks.gpu_setting import Item, Outcome, Setting, each
-from benchmarks.gpu_speed import minimax, throughput
-from benchmarks.gpu_ways import kernels, masks, ways
 from trp_scale.distributed.environment import Environment
 from trp_scale.storage.files import write_json
 
-Section = Literal[
-    "parity", "waits", "memory", "minimax", "images", "modalities", "masks", "ways", "kernels", "throughput"
-]
+Section = Literal["captured", "ranks", "parity", "waits", "images", "modalities"]
 SECTIONS: dict[Section, Callable[[Setting], Iterator[Item]]] = {
+    "captured": captured,
+    "ranks": ranks,
     "parity": parity,
     "waits": waits,
-    "memory": memory,
-    "minimax": minimax,
     "images": images,
     "modalities": modalities,
-    "masks": masks,
-    "ways": ways,
-    "kernels": kernels,
-    "throughput": throughput,
 }
-"""In the order they are measured: what takes longest, compiling, comes last and is the first to be skipped.
-A new section is a function that yields items, its name above, and one entry here."""
-LIBRARIES = ("torch", "transformers", "deepspeed", "triton", "tokenizers")
+"""In the order they are measured. A new section is a function that yields items, its name above, and one entry here."""
+LIBRARIES = ("torch", "transformers", "deepspeed", "triton", "tokenizers", "timm")
 
 
 @dataclass(kw_only=True)
@@ -69,13 +69,17 @@ class Options:
     sections: tuple[Section, ...] = get_args(Section)
     """Sections to measure."""
     items: Literal["all", "checks", "timings"] = "all"
-    """Of these sections: checks (agreement, waits, memory) may run as several processes at once, timings run alone."""
+    """Of these sections: checks (agreement, waits) may run as several processes at once, timings run alone."""
     named: tuple[str, ...] = ()
     """Only items with one of these texts in their names; default: all."""
-    seconds: float = 450.0
+    seconds: float = 240.0
     """Time for all of it; an item that does not fit into what is left is skipped, and says so."""
     small: bool = False
     """Tiny models, few repetitions: to try the script itself, on a CPU too."""
+    data: Path = Setting.data
+    """Directory of the data of section `ranks`; they are made if they do not exist."""
+    nccl: Path | None = None
+    """Library to preload for two ranks, libnccl.so.2 of version 2.30 or newer; default: torch's."""
     output: Path | None = None
     """JSON file with all figures."""
 
@@ -117,7 +121,7 @@ def main(options: Options) -> int:
     began = time.perf_counter()
     outcomes: list[Outcome] = []
     with Environment() as environment:
-        setting = Setting(environment=environment, small=options.small)
+        setting = Setting(environment=environment, small=options.small, data=options.data, nccl=options.nccl)
         document = describe(setting)
         print(", ".join(f"{name}: {value}" for name, value in document.items()), flush=True)
         for name in (name for name in SECTIONS if name in options.sections):

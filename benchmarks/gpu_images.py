@@ -1,4 +1,4 @@
-"""Sections of benchmarks/gpu.py on images, of one modality and of several: agreement, waits, cost of methods, speed.
+"""Sections of benchmarks/gpu.py on images, of one modality and of several: agreement, waits, cost of adversaries.
 
 An adversary here ascends by `sgd` where runs are compared: the other rules divide by a gradient's size, and so make of
 rounding near zero a whole step.
@@ -12,25 +12,15 @@ from functools import partial
 from typing import Literal
 
 from benchmarks.gpu_parity import Comparison, waited
-from benchmarks.gpu_setting import Figures, Item, Setting, best_size, shrink, step_of, training, use_of_peak
-from benchmarks.gpu_speed import same_work
+from benchmarks.gpu_setting import Figures, Item, Setting, shrink, step_of
 from benchmarks.method_cost import BALANCING
 from benchmarks.rounds import alternate, pair_ratio
-from benchmarks.step_time import both_sides
-from benchmarks.steps import Precision, Workload, endless, model_flops
-from benchmarks.workloads import CLASSES, MM_MAE, EncoderSize, image_recipe, mae_workload, mm_mae_workload
+from benchmarks.steps import Precision, Workload, endless
+from benchmarks.workloads import MM_MAE, EncoderSize, image_recipe, mae_workload, mm_mae_workload
 from trp_scale.config.registry import make_settings
-from trp_scale.pretraining.base import DataFacts
 from trp_scale.pretraining.mae.settings import MaeConfig
 from trp_scale.pretraining.mm_mae.settings import MmMaeConfig
 
-MODELS: dict[str, tuple[str, EncoderSize, tuple[int, ...]]] = {
-    "MAE ViT-B/16": ("mae_vit_b", "base", (128, 256, 512)),
-    "MAE ViT-L/16": ("mae_vit_l", "large", (64, 128, 256)),
-    "MAE+ ViT-B/16": ("mae_plus_vit_b", "base", (64, 128, 256)),
-    "MM-MAE ViT-B/16": (MM_MAE, "base", (64, 128, 256)),
-}
-"""Recipe, encoder, and images of a micro-batch that are tried."""
 PAIRS = 50
 """Steps of each, with and without the adversary."""
 ADVERSARIES: dict[str, Literal["absolute", "relative"]] = {
@@ -79,37 +69,6 @@ def modality_config(
         config.crops.size, config.modalities.visible_tokens = 64, 8
     config.balancer, config.optimizer.lr = replace(BALANCING[balancer][0]), 1e-4
     return endless(config, rows, accumulation=accumulation, precision=precision)
-
-
-def speed(setting: Setting, name: str) -> Figures:
-    """Images per second of the whole loop, use of the device's peak, and peak memory, at the best size tried."""
-    recipe, size, tried = MODELS[name]
-
-    def work(rows: int) -> Workload:
-        if recipe == MM_MAE:
-            return mm_mae_workload(modality_config(setting, size=size, rows=rows))
-        return mae_workload(image_config(setting, recipe, size=size, rows=rows))
-
-    found = best_size(setting, tried, lambda rows: training(setting, "plain", work(rows)))
-    config = work(found.rows).config
-    facts = DataFacts(classes=CLASSES) if isinstance(config, MmMaeConfig) else DataFacts()
-    used = use_of_peak(setting, found.seconds, utilisation=model_flops(config, facts))
-    return {**found.figures, **used}
-
-
-def beside_transformers(setting: Setting) -> Figures:
-    """MAE ViT-B/16 of ours and transformers' ViTMAE on the same weights, images and masks."""
-    rows = 2 if setting.small else 128
-    config = image_config(setting, "mae_vit_b", size="base", rows=rows)
-    sides, losses = both_sides(mae_workload(config), setting.device)
-    measured = alternate(sides, rounds=setting.rounds, warmup=3)
-    return {
-        "images": rows,
-        "ours_step_ms": measured["ours"].wall * 1e3,
-        "transformers_step_ms": measured["transformers"].wall * 1e3,
-        "step_ours_over_transformers": measured["ours"].wall / measured["transformers"].wall,
-        **same_work(losses),
-    }
 
 
 def overhead(setting: Setting, kind: str) -> Figures:
@@ -164,22 +123,6 @@ def images(setting: Setting) -> Iterator[Item]:
         )
     for kind in ADVERSARIES:
         yield Item(name=f"AdPE over MAE+, {kind}", measure=partial(overhead, setting, kind), seconds=20, timed=True)
-    for name in [name for name, (recipe, *_) in MODELS.items() if recipe != MM_MAE]:
-        yield Item(name=name, measure=partial(speed, setting, name), seconds=15, timed=True)
-    yield Item(name="MAE beside transformers", measure=partial(beside_transformers, setting), seconds=12, timed=True)
-
-
-def balancers_over_uniform(setting: Setting) -> Figures:
-    """Each balancer's step over uniform's, ViT-B, median of ratios within a round."""
-    rows = 2 if setting.small else 256
-    steps = {}
-    for balancer in BALANCING:
-        config = modality_config(setting, size="base", rows=rows, balancer=balancer)
-        steps[balancer] = step_of(setting, mm_mae_workload(config))
-    measured = alternate(steps, rounds=2 if setting.small else 20, warmup=3)
-    base = measured["uniform"].walls
-    ratios = {f"{name}_over_uniform": pair_ratio(one.walls, base).median for name, one in measured.items()}
-    return {"images": rows, "uniform_step_ms": measured["uniform"].wall * 1e3, **ratios}
 
 
 def checked_modalities(setting: Setting, precision: Precision = "bf16", balancer: str = "gradnorm") -> Workload:
@@ -191,7 +134,7 @@ def checked_modalities(setting: Setting, precision: Precision = "bf16", balancer
 
 
 def modalities(setting: Setting) -> Iterator[Item]:
-    """Agreement and waits first, then figures."""
+    """Agreement and waits."""
     comparison = Comparison(setting, partial(checked_modalities, setting))
     yield from comparison.items("gradnorm, ", {layout: layout for layout in COMPARED}, seconds=6)
     for balancer in BALANCING:
@@ -201,6 +144,3 @@ def modalities(setting: Setting) -> Iterator[Item]:
             seconds=5,
             lacking=setting.no_gpu,
         )
-    yield Item(name="balancers over uniform", measure=partial(balancers_over_uniform, setting), seconds=30, timed=True)
-    name = "MM-MAE ViT-B/16"
-    yield Item(name=name, measure=partial(speed, setting, name), seconds=15, timed=True)

@@ -1,4 +1,4 @@
-"""Sections of benchmarks/gpu.py on engines: they agree, no step waits for the GPU, and the memory of each."""
+"""Sections of benchmarks/gpu.py on engines: they agree, and no step waits for the GPU."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from benchmarks.gpu_setting import ENGINES, MEGABYTE, Figures, Item, Setting, lacking, release_memory, text, training
-from benchmarks.memory import LAYOUTS
+from benchmarks.gpu_setting import ENGINES, Figures, Item, Setting, lacking, text, training
 from benchmarks.steps import Notes, Precision, Workload
 from trp_scale.config.registry import make_settings
 from trp_scale.methods.adversary.positions import PositionAdversary
 
-STEPS, FEW_STEPS, MEMORY_STEPS, LR = 5, 2, 3, 1e-3
+STEPS, FEW_STEPS, LR = 5, 2, 1e-3
 EXACT = make_settings("balancer", "minimax", estimate="exact")
 WAITED = "called a synchronizing CUDA operation"
 EXPECTED_WAITS = 0
@@ -182,38 +181,3 @@ def waits(setting: Setting) -> Iterator[Item]:
                 seconds=8,
                 lacking=setting.no_gpu or lacking(layout),
             )
-
-
-def state_bytes(layout: str) -> int:
-    return LAYOUTS[layout][2] if layout in LAYOUTS else LAYOUTS["plain"][2]
-
-
-def peak(setting: Setting, layout: str) -> Figures:
-    """Training steps in bf16 on an empty GPU, above what was allocated before."""
-    release_memory()
-    torch.cuda.reset_peak_memory_stats(setting.device)
-    before = torch.cuda.memory_allocated(setting.device)
-    rows = 2 if setting.small else 32
-    with training(setting, layout, text(setting, setting.base, rows=rows)) as trainer:
-        parameters = sum(getattr(one, "ds_numel", one.numel()) for one in trainer.engine.module.parameters())
-        for _ in range(MEMORY_STEPS):
-            trainer.train_step()
-        torch.cuda.synchronize(setting.device)
-        return {
-            "rows": rows,
-            "parameters": parameters,
-            "peak_mb": (torch.cuda.max_memory_allocated(setting.device) - before) / MEGABYTE,
-            "between_steps_mb": (torch.cuda.memory_allocated(setting.device) - before) / MEGABYTE,
-            "states_alone_mb": state_bytes(layout) * parameters / MEGABYTE,
-        }
-
-
-def memory(setting: Setting) -> Iterator[Item]:
-    """BERT-base on one rank: sharding saves nothing there; what an engine adds on top of plain is seen."""
-    for layout in ENGINES:
-        yield Item(
-            name=layout,
-            measure=partial(peak, setting, layout),
-            seconds=12,
-            lacking=setting.no_gpu or lacking(layout),
-        )

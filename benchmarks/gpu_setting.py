@@ -8,15 +8,14 @@ import json
 import math
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
 
-from benchmarks.rounds import alternate
 from benchmarks.steps import Notes, Precision, Workload, endless, trainer_of
 from benchmarks.workloads import small_bert, text_workload
 from trp_scale.config import TextModelConfig
@@ -49,10 +48,14 @@ class Setting:
     """Attributes:
     environment: device and process group.
     small: tiny models and few repetitions, to try the script itself.
+    data: directory of the data of section `ranks`.
+    nccl: library that is preloaded for two ranks; `None`: torch's.
     """
 
     environment: Environment
     small: bool
+    data: Path = ROOT / "build" / "gpu_data"
+    nccl: Path | None = None
 
     @property
     def device(self) -> torch.device:
@@ -202,7 +205,7 @@ class Outcome:
     Attributes:
         figures: by name; empty when nothing was measured.
         reason: why nothing was measured, or "".
-        failed: it was tried and raised: a fault, where a lacking GPU or library is none.
+        failed: it raised, or its figure `as_expected` is False; a lacking GPU or library is no failure.
         seconds: how long it took.
     """
 
@@ -232,6 +235,7 @@ def measured(section: str, item: Item, seconds_left: float) -> Outcome:
     try:
         for name, value in item.measure().items():
             outcome.figures[name] = None if isinstance(value, float) and not math.isfinite(value) else value
+        outcome.failed = outcome.figures.get("as_expected") is False
     except Exception as error:
         traceback.print_exc()
         outcome.failed, outcome.reason = True, f"{type(error).__name__}: {error}".partition("\n")[0]
@@ -264,74 +268,7 @@ def _shown(value: Value) -> str:
     return str(value)
 
 
-WORTH_GOING_ON = 1.02
-"""The search stops when a larger micro-batch gains less than this."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Best:
-    """What a search found.
-
-    Attributes:
-        rows: of the micro-batch with the highest rate.
-        seconds: of its step.
-        figures: these, every size that was tried, and memory.
-    """
-
-    rows: int
-    seconds: float
-    figures: Figures
-
-
-def best_size(
-    setting: Setting, tried: Sequence[int], trainer_of: Callable[[int], AbstractContextManager[Trainer]]
-) -> Best:
-    """The number of rows, of those tried in this order, with the most rows per second; the search ends when the memory
-    is full or the rate stands still.
-
-    Args:
-        trainer_of: with micro-batches of so many rows.
-
-    Raises:
-        RuntimeError: not even the first fits.
-    """
-    found: dict[int, tuple[float, float]] = {}
-    tried = (2, 4) if setting.small else tried
-    for rows in tried:
-        try:
-            with trainer_of(rows) as trainer:
-                found[rows] = _timed(setting, trainer)
-        except torch.OutOfMemoryError:
-            break
-        rates = [one / seconds for one, (seconds, _) in found.items()]
-        if len(rates) > 1 and rates[-1] < WORTH_GOING_ON * max(rates[:-1]):
-            break
-    if not found:
-        raise RuntimeError(f"{tried[0]} rows do not fit into the memory")
-    rows = max(found, key=lambda one: one / found[one][0])
-    seconds, memory = found[rows]
-    figures: Figures = {
-        "rows": rows,
-        "tried": [float(one) for one in found],
-        "rates": [one / took for one, (took, _) in found.items()],
-        "step_ms": seconds * 1e3,
-        "rows_per_second": rows / seconds,
-        "peak_mb": memory if setting.on_gpu else None,
-    }
-    return Best(rows=rows, seconds=seconds, figures=figures)
-
-
 def use_of_peak(setting: Setting, seconds: float, **flops: float) -> Figures:
     """Each of these numbers of FLOPs in so many seconds, as a share of what the device can do in bf16."""
     peak = peak_flops(setting.device_name, "bf16")
     return {name: count / seconds / peak if peak else None for name, count in flops.items()}
-
-
-def _timed(setting: Setting, trainer: Trainer) -> tuple[float, float]:
-    """Seconds of a step, and the most memory in MB that was allocated meanwhile, weights and moments included."""
-    if setting.on_gpu:
-        release_memory()
-        torch.cuda.reset_peak_memory_stats(setting.device)
-    seconds = alternate({"step": trainer.train_step}, rounds=2 if setting.small else 5)["step"].wall
-    memory = torch.cuda.max_memory_allocated(setting.device) / MEGABYTE if setting.on_gpu else 0.0
-    return seconds, memory

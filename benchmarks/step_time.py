@@ -77,12 +77,13 @@ def our_step(work: Workload, device: torch.device) -> tuple[Callable[[], Tensor]
 
 
 def peer_step(
-    peer: nn.Module, inputs: Mapping[str, Tensor], config: Config, device: torch.device
+    peer: nn.Module, inputs: Mapping[str, Tensor], config: Config, device: torch.device, *, mode: str | None = None
 ) -> Callable[[], Tensor]:
-    """Return a step as in transformers' documentation, with our precision and optimizer; it returns the loss."""
+    """Return a step as in transformers' documentation, with our precision and optimizer; it returns the loss. `mode`:
+    of torch.compile."""
     peer.to(device)
     optimizer = build_optimizer(peer, config.optimizer)
-    forward = torch.compile(peer) if config.training.compile == "whole" else peer
+    forward = torch.compile(peer, mode=mode) if config.training.compile == "whole" else peer
     on_device = {name: value.to(device) for name, value in inputs.items()}
 
     def step() -> Tensor:

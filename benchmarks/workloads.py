@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -33,7 +33,6 @@ from trp_scale.pretraining.mm_mae.batch import RunModalities
 from trp_scale.pretraining.mm_mae.model import MultimodalMaskedAutoencoder
 from trp_scale.pretraining.mm_mae.settings import MmMaeConfig
 from trp_scale.pretraining.mm_mae.upstream import MultimodalReconstruction
-from trp_scale.pretraining.pos_bert.batch import kept_positions
 from trp_scale.pretraining.pos_bert.model import BertForMaskedPositions
 from trp_scale.pretraining.pos_bert.settings import PosBertConfig
 from trp_scale.pretraining.pos_bert.upstream import PosMaskedLanguageModelling
@@ -74,30 +73,6 @@ def random_batch(rows: int, length: int = LENGTH, masked: int = MASKED) -> Batch
         "row_weights": torch.ones(rows),
     }
     return Batch(fields=fields, keys=torch.arange(rows), start=0)
-
-
-SHORTEST = 0.5
-"""Of rows that end early, over the length: the mean of lengths that are spread evenly from here is three quarters, as
-few as data/embedded has at 128 places (77.9 %)."""
-
-
-def ending_early(batch: Batch) -> Batch:
-    """The same rows, each with its end somewhere in its second half: masked words behind it no longer count."""
-    rows, length = batch["tokens"].shape
-    generator = torch.Generator().manual_seed(1)
-    ends = torch.randint(int(SHORTEST * length), length + 1, (rows, 1), generator=generator)
-    attended = torch.arange(length) < ends
-    fields = {
-        **batch.fields,
-        "attention_mask": attended,
-        "kept": torch.from_numpy(kept_positions(attended.numpy())),
-        "label_weights": batch["label_weights"] * attended.gather(1, batch["masked_positions"]),
-    }
-    return replace(batch, fields=fields)
-
-
-def without_list(batch: Batch) -> Batch:
-    return replace(batch, fields={name: value for name, value in batch.fields.items() if name != "kept"})
 
 
 def text_workload(config: PosBertConfig, length: int = LENGTH, masked: int = MASKED) -> Workload:

@@ -177,7 +177,7 @@ class Trainer:
         """Train up to `training.steps` and return why the loop ended. The last step always has a checkpoint."""
         self.engine.train(True)
         if self.engine.captured is not None and self.state.step < self.config.training.steps:
-            self._capture(self.engine.captured)
+            self.rehearse(self.engine.captured)
         try:
             with garbage_collected_between_steps() as collect:
                 if self._too_many_skipped():  # already before the resume
@@ -297,26 +297,26 @@ class Trainer:
             sums += losses.sums.detach()
         ctx.gather_sums(sums)
 
-    def _capture(self, captured: CapturedGraphs) -> None:
+    def rehearse(self, captured: CapturedGraphs) -> None:
         """Capture the graphs of all shapes of a window, and compare their results with those of passes without graphs.
         Leaves no trace in weights and hooks. Collective."""
-        windows = [self._rehearsed_window(micro) for micro in self.control.shapes()]
-        expected = [self._rehearse(window) for window in windows]
+        windows = [self._window_of(micro) for micro in self.control.shapes()]
+        expected = [self._rehearse_window(window) for window in windows]
         with captured.capturing():
             for window in windows:
-                self._rehearse(window)
-        found = [self._rehearse(window) for window in windows]
+                self._rehearse_window(window)
+        found = [self._rehearse_window(window) for window in windows]
         distance = largest_distance(torch.stack(found), torch.stack(expected))
         if not distance <= CAPTURED_DISTANCE[self.config.training.precision]:  # also NaN
             captured.give_up(f"losses or gradient norms of the graphs differ by {distance:.1e} from those without")
         captured.replays = captured.others = 0
 
-    def _rehearsed_window(self, micro: Batch) -> list[Batch]:
+    def _window_of(self, micro: Batch) -> list[Batch]:
         """Return a window of this micro-batch with a first, a middle and a last one, if windows have as many."""
         batch = self.config.batch
         return [micro] * min(3, batch.global_size // batch.micro_rows // self.engine.data_group.size)
 
-    def _rehearse(self, window: list[Batch]) -> Tensor:
+    def _rehearse_window(self, window: list[Batch]) -> Tensor:
         """Run the passes of a window without a step, and restore the hooks. Return the loss sums of the global batch
         and the norm of its gradient, [T + 1] float64."""
         states = {hook.name: copy.deepcopy(hook.state_dict()) for hook in self.hooks.all}

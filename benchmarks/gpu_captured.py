@@ -1,0 +1,458 @@
+"""Section `captured` of benchmarks/gpu.py: micro-batches as CUDA graphs (`training.capture`): equal steps, then times.
+
+Weights are in bf16 if nothing else is said. A timing calls CALLS steps in a row and waits for the GPU once, so that the
+host may run ahead as it does in a run. "off" and "on" alternate on one engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks.gpu_images import image_config, modality_config
+from benchmarks.gpu_parity import EXPECTED_WAITS, waits_of
+from benchmarks.gpu_setting import (
+    MEGABYTE,
+    NEEDS_GPU,
+    Figures,
+    Item,
+    Setting,
+    release_memory,
+    text_config,
+    training,
+    use_of_peak,
+)
+from benchmarks.method_cost import BALANCING
+from benchmarks.rounds import Measured, alternate, pair_ratio
+from benchmarks.step_time import bert_peer, peer_step
+from benchmarks.steps import Notes, Workload, model_flops
+from benchmarks.workloads import (
+    CLASSES,
+    ENCODERS,
+    VOCABULARY,
+    mae_workload,
+    mm_mae_workload,
+    set_encoder,
+    small_bert,
+    text_workload,
+)
+from trp_scale.config import PretrainConfig, TextModelConfig
+from trp_scale.config.registry import make_settings
+from trp_scale.core.run import task_losses
+from trp_scale.engines.captured import RECORDERS, Captured
+from trp_scale.engines.plain import PlainEngine
+from trp_scale.pretraining.base import DataFacts
+from trp_scale.pretraining.mm_mae.settings import MmMaeConfig
+from trp_scale.pretraining.pos_bert.settings import PosBertConfig
+from trp_scale.training.loop import Trainer
+
+Compiled = Literal["none", "whole"]
+COMPILED: tuple[Compiled, ...] = ("none", "whole")
+CALLS, CHECKED_STEPS = 4, 3
+ROWS, IMAGES = (64, 32, 128, 256), 64
+LARGE_ROWS = {128: 256, 512: 64}
+"""Rows of BERT-large by tokens of a row."""
+BERT = "BERT-base, 128 tokens"
+
+
+def bert(setting: Setting, rows: int, *, balancer: str = "minimax", length: int = 0, size: str = "base") -> Workload:
+    """PoS-BERT over sequences of `length` tokens, the shortest of the setting's if it is 0."""
+    length = length or min(setting.lengths)
+    model = setting.base if size == "base" or setting.small else set_encoder(TextModelConfig(), *ENCODERS["large"])
+    config = text_config(model, rows=rows, balancer=BALANCING[balancer][0])
+    config.masking.limit = setting.lengths[length]
+    return text_workload(config, length, setting.lengths[length])
+
+
+def mae(setting: Setting, rows: int) -> Workload:
+    return mae_workload(image_config(setting, "mae_vit_b", size="base", rows=rows))
+
+
+def mm_mae(setting: Setting, rows: int, *, balancer: str = "minimax") -> Workload:
+    return mm_mae_workload(modality_config(setting, size="base", rows=rows, balancer=balancer))
+
+
+def adpe(setting: Setting, rows: int, *, adversary: str = "relative_coordinate") -> Workload:
+    """MAE+ with relative positions; `adversary` "none" has the arithmetic of AdPE without its vector."""
+    config = image_config(setting, "mae_plus_vit_b", size="base", rows=rows, kind="relative_coordinate")
+    config.adversary = make_settings("adversary", adversary)
+    return mae_workload(config)
+
+
+MODELS: dict[str, tuple[Callable[[Setting, int], Workload], tuple[int, ...]]] = {
+    BERT: (bert, ROWS),
+    "MAE ViT-B": (mae, (IMAGES,)),
+    "MM-MAE ViT-B": (mm_mae, (IMAGES,)),
+    "AdPE ViT-B, relative": (adpe, (IMAGES,)),
+}
+"""What is trained, and rows of a micro-batch."""
+
+
+@contextmanager
+def captured_training(setting: Setting, work: Workload, compiled: Compiled) -> Iterator[tuple[Trainer, Captured]]:
+    """A trainer on plain with bf16 weights that has not captured its micro-batch yet, and its graphs."""
+    torch._dynamo.reset()
+    release_memory()
+    set_way(work, compiled)
+    work.config.training.capture = "on"
+    with training(setting, "plain", work) as trainer:
+        trainer.control.shapes = lambda: trainer.source.next_window()[:1]
+        assert isinstance(trainer.engine, PlainEngine) and trainer.engine.captured is not None
+        yield trainer, trainer.engine.captured
+
+
+def set_way(work: Workload, compiled: Compiled = "none", weights: Literal["fp32", "bf16"] = "bf16") -> Workload:
+    work.config.training.weights, work.config.training.compile = weights, compiled
+    return work
+
+
+def capture(trainer: Trainer, captured: Captured) -> None:
+    """Capture the trainer's micro-batch.
+
+    Raises:
+        RuntimeError: nothing was captured.
+    """
+    use_graphs(trainer, captured)
+    trainer.rehearse(captured)
+    if captured.notices:
+        raise RuntimeError(captured.notices[0])
+
+
+def use_graphs(trainer: Trainer, captured: Captured | None) -> None:
+    """Make the next steps with these graphs, or without."""
+    assert isinstance(trainer.engine, PlainEngine)
+    trainer.engine.captured = captured
+
+
+def several_steps(trainer: Trainer, captured: Captured | None) -> Callable[[], None]:
+    """Return a function that makes CALLS steps, with these graphs or without; it raises RuntimeError if a step with
+    graphs replays none."""
+
+    def call() -> None:
+        use_graphs(trainer, captured)
+        before = captured.replays if captured else 0
+        for _ in range(CALLS):
+            trainer.train_step()
+        if captured is not None and (captured.others or captured.replays < before + CALLS):
+            raise RuntimeError(f"{captured.others} micro-batches ran without a graph, {captured.replays} with one")
+
+    return call
+
+
+def milliseconds(measured: Measured) -> float:
+    """Return the time of a step."""
+    return measured.wall / CALLS * 1e3
+
+
+def off_and_on(setting: Setting, model: Callable[[Setting, int], Workload], rows: int, compiled: Compiled) -> Figures:
+    """Steps without and with capture, time in kernels over both, and memory reserved before and after capturing."""
+    rows = 2 if setting.small else rows
+    work = model(setting, rows)
+    with captured_training(setting, work, compiled) as (trainer, captured):
+        steps = {"off": several_steps(trainer, None), "on": several_steps(trainer, captured)}
+        steps["off"]()
+        memory = [reserved_megabytes(setting)]
+        capture(trainer, captured)
+        memory.append(reserved_megabytes(setting))
+        measured = alternate(steps, rounds=setting.rounds)
+        kernels = {name: kernel_milliseconds(setting, step) for name, step in steps.items()}
+    ratio = pair_ratio(measured["on"].walls, measured["off"].walls)
+    figures: Figures = {"rows": rows, "on_over_off": ratio.median, "interval": [ratio.lower, ratio.upper]}
+    for name in steps:
+        step_ms, kernel_ms = milliseconds(measured[name]), kernels[name]
+        figures[f"{name}_step_ms"] = step_ms
+        figures[f"{name}_busy"] = None if kernel_ms is None else kernel_ms / step_ms
+    used = use_of_peak(setting, milliseconds(measured["on"]) / 1e3, on_share_of_peak=flops(work.config, setting))
+    return {**figures, **used, "reserved_mb_off": memory[0], "reserved_mb_on": memory[1]}
+
+
+def flops(config: PretrainConfig, setting: Setting) -> float:
+    """Return the computed FLOPs of a step."""
+    if isinstance(config, PosBertConfig):
+        length = next(length for length, masked in setting.lengths.items() if masked == config.masking.limit)
+        return model_flops(config, DataFacts(length=length, vocabulary=VOCABULARY))
+    return model_flops(config, DataFacts(classes=CLASSES) if isinstance(config, MmMaeConfig) else DataFacts())
+
+
+def reserved_megabytes(setting: Setting) -> float | None:
+    return torch.cuda.memory_reserved(setting.device) / MEGABYTE if setting.on_gpu else None
+
+
+def kernel_milliseconds(setting: Setting, several: Callable[[], None]) -> float | None:
+    """Return the time in kernels of a step; `None` without a GPU."""
+    if not setting.on_gpu:
+        return None
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
+        several()
+        torch.cuda.synchronize(setting.device)
+    kernels = [event for event in profiler.key_averages() if event.device_type.name == "CUDA"]
+    times = [event.self_device_time_total for event in kernels if not getattr(event, "is_user_annotation", False)]
+    return float(sum(times)) / CALLS / 1e3
+
+
+def over_whole_graph(setting: Setting, rows: int, compiled: Compiled) -> Figures:
+    """A step with capture over the replay of one graph of a whole step, with the optimizer and constant task weights:
+    what is left between the two is the host's work and the copies between fixed memory."""
+    rows = 2 if setting.small else rows
+    with captured_training(setting, bert(setting, rows), compiled) as (trainer, captured):
+        capture(trainer, captured)
+        replay = whole_graph(setting, trainer)
+
+        def replays() -> None:
+            for _ in range(CALLS):
+                replay()
+
+        measured = alternate({"on": several_steps(trainer, captured), "graph": replays}, rounds=setting.rounds)
+    return {
+        "rows": rows,
+        "on_step_ms": milliseconds(measured["on"]),
+        "whole_graph_ms": milliseconds(measured["graph"]),
+        "on_over_whole_graph": pair_ratio(measured["on"].walls, measured["graph"].walls).median,
+    }
+
+
+def whole_graph(setting: Setting, trainer: Trainer) -> Callable[[], None]:
+    """Return the replay of a graph of forward pass, losses, backward pass, norm, clipping, AdamW, and rounding of the
+    masters."""
+    engine, objective = trainer.engine, trainer.objective
+    assert isinstance(engine, PlainEngine)
+    use_graphs(trainer, None)
+    (micro,) = trainer.source.next_window()
+    counts, batch = objective.count(micro).to(setting.device), micro.to(setting.device)
+    weights = 1.0 / len(counts) / counts.clamp(min=1)  # [T]
+
+    def step() -> Tensor:
+        engine.backward((weights * task_losses(objective, engine, batch).sums).sum(), last=True)
+        norm = engine.check_gradients()
+        engine.step(1e-4, norm.isfinite())
+        return norm
+
+    for _ in range(2):
+        step()
+    for group in engine.optimizer.param_groups:
+        group["capturable"] = setting.on_gpu
+    _, replay = RECORDERS[setting.device.type](setting.device).record(step)
+    for group in engine.optimizer.param_groups:
+        group["capturable"] = False
+    return replay
+
+
+def over_transformers(setting: Setting, rows: int, mode: str | None) -> Figures:
+    """A captured, compiled step over one of transformers' model, compiled with autocast, SDPA and fused AdamW.
+
+    Args:
+        mode: of torch.compile; "reduce-overhead" has CUDA graphs.
+    """
+    rows = 2 if setting.small else rows
+    compiled: Compiled = "whole" if setting.on_gpu else "none"
+    with captured_training(setting, bert(setting, rows), compiled) as (trainer, captured):
+        capture(trainer, captured)
+        work = set_way(bert(setting, rows), compiled, "fp32")
+        peer, inputs = bert_peer(work, trainer.engine.full_weights())
+        step = peer_step(peer, inputs, work.config, setting.device, mode=mode)
+        peer.train(True)
+
+        def peers() -> None:
+            for _ in range(CALLS):
+                step()
+
+        measured = alternate({"on": several_steps(trainer, captured), "peer": peers}, rounds=setting.rounds, warmup=3)
+    return {
+        "rows": rows,
+        "on_step_ms": milliseconds(measured["on"]),
+        "transformers_step_ms": milliseconds(measured["peer"]),
+        "transformers_over_on": pair_ratio(measured["peer"].walls, measured["on"].walls).median,
+    }
+
+
+HOOKS: dict[str, tuple[Callable[[Setting, int], Workload], Callable[[Setting, int], Workload]]] = {
+    "minimax": (bert, partial(bert, balancer="uniform")),
+    "GradNorm": (partial(bert, balancer="gradnorm"), partial(bert, balancer="uniform")),
+    "GradNorm, MM-MAE": (partial(mm_mae, balancer="gradnorm"), partial(mm_mae, balancer="uniform")),
+    "AdPE relative": (adpe, partial(adpe, adversary="none")),
+}
+"""Workloads with the hook, and without."""
+
+
+def over_plain(setting: Setting, hook: str) -> Figures:
+    """A captured step with a hook over a captured step without."""
+    rows = 2 if setting.small else 64
+    with_hook, without = (model(setting, rows) for model in HOOKS[hook])
+    with captured_training(setting, with_hook, "none") as first, captured_training(setting, without, "none") as second:
+        for trainer, captured in (first, second):
+            capture(trainer, captured)
+        steps = {"hook": several_steps(*first), "plain": several_steps(*second)}
+        measured = alternate(steps, rounds=setting.rounds)
+    ratio = pair_ratio(measured["hook"].walls, measured["plain"].walls)
+    return {
+        "rows": rows,
+        "hook_step_ms": milliseconds(measured["hook"]),
+        "plain_step_ms": milliseconds(measured["plain"]),
+        "hook_over_plain": ratio.median,
+        "interval": [ratio.lower, ratio.upper],
+    }
+
+
+def checked(setting: Setting, *, balancer: str = "minimax", accumulation: int = 1, precision: Any = "bf16") -> Workload:
+    """A small PoS-BERT with dropout."""
+    model = setting.base if setting.small else small_bert()
+    rows = 2 if setting.small else 16
+    kind = BALANCING[balancer][0]
+    config = text_config(model, rows=rows, accumulation=accumulation, precision=precision, balancer=kind, lr=1e-3)
+    length = min(setting.lengths)
+    return set_way(text_workload(config, length, setting.lengths[length]), weights="fp32")
+
+
+def checked_images(setting: Setting) -> Workload:
+    """A small AdPE with relative coordinates, two micro-batches a step."""
+    rows = 2 if setting.small else 16
+    kind = "relative_coordinate"
+    config = image_config(setting, "mae_plus_vit_b", size="tiny", rows=rows, accumulation=2, kind=kind)
+    config.model.layers = min(config.model.layers, 4)
+    return set_way(mae_workload(config))
+
+
+def checked_modalities(setting: Setting, balancer: str) -> Workload:
+    """A small MM-MAE."""
+    config = modality_config(setting, size="tiny", rows=2 if setting.small else 16, balancer=balancer)
+    config.model.layers = min(config.model.layers, 4)
+    return set_way(mm_mae_workload(config))
+
+
+CASES: dict[str, Callable[[Setting], Workload]] = {
+    "minimax, bf16 weights": lambda setting: set_way(checked(setting)),
+    "minimax, bf16 weights, two micro-batches": lambda setting: set_way(checked(setting, accumulation=2)),
+    "minimax, autocast": checked,
+    "minimax, fp32, two micro-batches": partial(checked, accumulation=2, precision="fp32"),
+    "GradNorm, fp32": partial(checked, balancer="gradnorm", precision="fp32"),
+    "GradNorm, bf16 weights, two micro-batches": lambda setting: set_way(
+        checked(setting, balancer="gradnorm", accumulation=2)
+    ),
+    "uncertainty, bf16 weights": lambda setting: set_way(checked(setting, balancer="uncertainty")),
+    "AdPE relative, bf16 weights, two micro-batches": checked_images,
+    "MM-MAE, GradNorm, bf16 weights": partial(checked_modalities, balancer="gradnorm"),
+    "MM-MAE, GradNorm by the representation": partial(checked_modalities, balancer="gradnorm, representation"),
+    "compiled whole, minimax, bf16 weights": lambda setting: set_way(
+        checked(setting), "whole" if setting.on_gpu else "none"
+    ),
+}
+"""Small models, with dropout in PoS-BERT."""
+
+
+@contextmanager
+def deterministic() -> Iterator[None]:
+    """Context of `training.deterministic`; gpu.py sets cuBLAS' workspace."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def steps_are_equal(setting: Setting, case: str) -> Figures:
+    """CHECKED_STEPS captured steps against uncaptured ones, bit for bit: losses, weights and moments."""
+    states: list[dict[str, Tensor]] = []
+    losses: list[list[float]] = []
+    with deterministic():
+        for enabled in (False, True):
+            torch._dynamo.reset()
+            work = CASES[case](setting)
+            work.config.training.capture = "on" if enabled else "off"
+            with training(setting, "plain", work) as trainer:
+                assert isinstance(trainer.engine, PlainEngine) and isinstance(trainer.observer, Notes)
+                captured = trainer.engine.captured
+                if captured is not None:
+                    window = trainer.source.next_window()
+                    trainer.control.shapes = partial(list, window[:1])
+                    capture(trainer, captured)
+                for _ in range(CHECKED_STEPS):
+                    trainer.train_step()
+                trainer.read_stats()
+                losses.append(trainer.observer.losses)
+                pieces = [(piece.name, piece.tensors) for piece in trainer.engine.pieces()]
+                states.append({f"{name}.{key}": value.cpu() for name, all in pieces for key, value in all.items()})
+    assert captured is not None
+    unequal = [name for name, value in states[0].items() if not torch.equal(value, states[1][name])]
+    largest = max((float((states[0][name] - states[1][name]).abs().max()) for name in unequal), default=0.0)
+    equal = not unequal and losses[0] == losses[1]
+    return {
+        "equal": equal,
+        "unequal_tensors": len(unequal),
+        "largest_difference": largest,
+        "first_unequal": unequal[:3],
+        "losses": losses[1],
+        "replays": captured.replays,
+        "others": captured.others,
+        "as_expected": equal and captured.others == 0 and captured.replays >= CHECKED_STEPS,
+    }
+
+
+def waits(setting: Setting) -> Figures:
+    """Waits of a captured step for the GPU."""
+    with captured_training(setting, checked(setting), "none") as (trainer, captured):
+        capture(trainer, captured)
+        for _ in range(3):
+            trainer.train_step()
+        calls = waits_of(trainer.train_step)
+    return {"waits": len(calls), "places": calls, "as_expected": len(calls) == EXPECTED_WAITS}
+
+
+def timings(setting: Setting, compiled: Compiled) -> Iterator[Item]:
+    """Times of each model at each of its sizes."""
+    compiles = compiled == "whole"
+    lacking = cannot_capture(setting) or (setting.no_gpu if compiles else "")
+    suffix, extra = (", compiled whole", 45) if compiles else ("", 0)
+    for name, (model, sizes) in MODELS.items():
+        for rows in sizes:
+            yield Item(
+                name=f"{name}, {rows} rows{suffix}",
+                measure=partial(off_and_on, setting, model, rows, compiled),
+                seconds=12 + extra,
+                lacking=lacking,
+                timed=True,
+            )
+    yield Item(
+        name=f"{BERT}, 64 rows{suffix}, over a graph of the whole step",
+        measure=partial(over_whole_graph, setting, 64, compiled),
+        seconds=10 + extra,
+        lacking=lacking,
+        timed=True,
+    )
+    for length, rows in zip(setting.lengths, LARGE_ROWS.values(), strict=True):
+        model = partial(bert, length=length, size="large")
+        yield Item(
+            name=f"BERT-large, {length} tokens, {rows} rows{suffix}",
+            measure=partial(off_and_on, setting, model, rows, compiled),
+            seconds=25 + 1.5 * extra,
+            lacking=lacking,
+            timed=True,
+        )
+
+
+def cannot_capture(setting: Setting) -> str:
+    return "" if setting.device.type in RECORDERS else NEEDS_GPU
+
+
+def captured(setting: Setting) -> Iterator[Item]:
+    """Equal steps, then times; what takes long to compile comes last."""
+    lacking = cannot_capture(setting)
+    for case in CASES:
+        seconds = 40 if "compiled" in case else 5
+        measure = partial(steps_are_equal, setting, case)
+        yield Item(name=f"equal, {case}", measure=measure, seconds=seconds, lacking=lacking)
+    yield Item(name="waits", measure=partial(waits, setting), seconds=5, lacking=setting.no_gpu)
+    yield from timings(setting, "none")
+    for hook in HOOKS:
+        measure = partial(over_plain, setting, hook)
+        yield Item(name=f"{hook} over plain, 64 rows", measure=measure, seconds=15, lacking=lacking, timed=True)
+    for mode in (None, "reduce-overhead"):
+        name = f"{BERT}, 64 rows, beside transformers compiled{' with ' + mode if mode else ''}"
+        measure = partial(over_transformers, setting, 64, mode)
+        yield Item(name=name, measure=measure, seconds=90, lacking=lacking, timed=True)
+    yield from timings(setting, "whole")
