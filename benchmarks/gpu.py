@@ -40,7 +40,6 @@ import tyro
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read once; checks of equal steps need it
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-
 from benchmarks.gpu_captured import captured
 from benchmarks.gpu_images import images, modalities
 from benchmarks.gpu_parity import parity, waits

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -24,6 +23,7 @@ from benchmarks.gpu_setting import (
     Item,
     Setting,
     release_memory,
+    text,
     text_config,
     training,
     use_of_peak,
@@ -42,18 +42,21 @@ from benchmarks.workloads import (
     small_bert,
     text_workload,
 )
-from trp_scale.config import PretrainConfig, TextModelConfig
+from trp_scale.config import TextModelConfig
 from trp_scale.config.registry import make_settings
 from trp_scale.core.run import task_losses
 from trp_scale.engines.captured import RECORDERS, Captured
 from trp_scale.engines.plain import PlainEngine
 from trp_scale.pretraining.base import DataFacts
-from trp_scale.pretraining.mm_mae.settings import MmMaeConfig
-from trp_scale.pretraining.pos_bert.settings import PosBertConfig
 from trp_scale.training.loop import Trainer
 
-Compiled = Literal["none", "whole"]
-COMPILED: tuple[Compiled, ...] = ("none", "whole")
+Model = Callable[[Setting, int], Workload]
+Way = dict[str, str]
+"""Settings of `training` that differ from autocast without compilation."""
+AUTOCAST: Way = {}
+FP32: Way = {"precision": "fp32"}
+BF16: Way = {"weights": "bf16"}
+WHOLE: Way = {"weights": "bf16", "compile": "whole"}
 CALLS, CHECKED_STEPS = 4, 3
 ROWS, IMAGES = (64, 32, 128, 256), 64
 LARGE_ROWS = {128: 256, 512: 64}
@@ -78,14 +81,14 @@ def mm_mae(setting: Setting, rows: int, *, balancer: str = "minimax") -> Workloa
     return mm_mae_workload(modality_config(setting, size="base", rows=rows, balancer=balancer))
 
 
-def adpe(setting: Setting, rows: int, *, adversary: str = "relative_coordinate") -> Workload:
-    """MAE+ with relative positions; `adversary` "none" has the arithmetic of AdPE without its vector."""
-    config = image_config(setting, "mae_plus_vit_b", size="base", rows=rows, kind="relative_coordinate")
-    config.adversary = make_settings("adversary", adversary)
+def adpe(setting: Setting, rows: int, *, adversary: str = "", kind: str = "relative_coordinate") -> Workload:
+    """MAE+ with the positions of an adversary of this kind, and this adversary; "none" has the same arithmetic."""
+    config = image_config(setting, "mae_plus_vit_b", size="base", rows=rows, kind=kind)
+    config.adversary = make_settings("adversary", adversary or kind)
     return mae_workload(config)
 
 
-MODELS: dict[str, tuple[Callable[[Setting, int], Workload], tuple[int, ...]]] = {
+MODELS: dict[str, tuple[Model, tuple[int, ...]]] = {
     BERT: (bert, ROWS),
     "MAE ViT-B": (mae, (IMAGES,)),
     "MM-MAE ViT-B": (mm_mae, (IMAGES,)),
@@ -95,11 +98,11 @@ MODELS: dict[str, tuple[Callable[[Setting, int], Workload], tuple[int, ...]]] = 
 
 
 @contextmanager
-def captured_training(setting: Setting, work: Workload, compiled: Compiled) -> Iterator[tuple[Trainer, Captured]]:
+def captured_training(setting: Setting, work: Workload, way: Way = BF16) -> Iterator[tuple[Trainer, Captured]]:
     """A trainer on plain with bf16 weights that has not captured its micro-batch yet, and its graphs."""
     torch._dynamo.reset()
     release_memory()
-    set_way(work, compiled)
+    set_way(work, way)
     work.config.training.capture = "on"
     with training(setting, "plain", work) as trainer:
         trainer.control.shapes = lambda: trainer.source.next_window()[:1]
@@ -107,8 +110,10 @@ def captured_training(setting: Setting, work: Workload, compiled: Compiled) -> I
         yield trainer, trainer.engine.captured
 
 
-def set_way(work: Workload, compiled: Compiled = "none", weights: Literal["fp32", "bf16"] = "bf16") -> Workload:
-    work.config.training.weights, work.config.training.compile = weights, compiled
+def set_way(work: Workload, way: Way = BF16) -> Workload:
+    """Return the work with these settings of `training`."""
+    for name, value in {"compile": "none", **way}.items():
+        setattr(work.config.training, name, value)
     return work
 
 
@@ -150,11 +155,11 @@ def milliseconds(measured: Measured) -> float:
     return measured.wall / CALLS * 1e3
 
 
-def off_and_on(setting: Setting, model: Callable[[Setting, int], Workload], rows: int, compiled: Compiled) -> Figures:
+def off_and_on(setting: Setting, model: Model, rows: int, way: Way) -> Figures:
     """Steps without and with capture, time in kernels over both, and memory reserved before and after capturing."""
     rows = 2 if setting.small else rows
     work = model(setting, rows)
-    with captured_training(setting, work, compiled) as (trainer, captured):
+    with captured_training(setting, work, way) as (trainer, captured):
         steps = {"off": several_steps(trainer, None), "on": several_steps(trainer, captured)}
         steps["off"]()
         memory = [reserved_megabytes(setting)]
@@ -168,16 +173,14 @@ def off_and_on(setting: Setting, model: Callable[[Setting, int], Workload], rows
         step_ms, kernel_ms = milliseconds(measured[name]), kernels[name]
         figures[f"{name}_step_ms"] = step_ms
         figures[f"{name}_busy"] = None if kernel_ms is None else kernel_ms / step_ms
-    used = use_of_peak(setting, milliseconds(measured["on"]) / 1e3, on_share_of_peak=flops(work.config, setting))
+    used = use_of_peak(setting, milliseconds(measured["on"]) / 1e3, on_share_of_peak=flops(work))
     return {**figures, **used, "reserved_mb_off": memory[0], "reserved_mb_on": memory[1]}
 
 
-def flops(config: PretrainConfig, setting: Setting) -> float:
+def flops(work: Workload) -> float:
     """Return the computed FLOPs of a step."""
-    if isinstance(config, PosBertConfig):
-        length = next(length for length, masked in setting.lengths.items() if masked == config.masking.limit)
-        return model_flops(config, DataFacts(length=length, vocabulary=VOCABULARY))
-    return model_flops(config, DataFacts(classes=CLASSES) if isinstance(config, MmMaeConfig) else DataFacts())
+    length = work.rows["tokens"].shape[1] if "tokens" in work.rows.fields else 0
+    return model_flops(work.config, DataFacts(length=length, vocabulary=VOCABULARY, classes=CLASSES))
 
 
 def reserved_megabytes(setting: Setting) -> float | None:
@@ -196,11 +199,11 @@ def kernel_milliseconds(setting: Setting, several: Callable[[], None]) -> float 
     return float(sum(times)) / CALLS / 1e3
 
 
-def over_whole_graph(setting: Setting, rows: int, compiled: Compiled) -> Figures:
+def over_whole_graph(setting: Setting, rows: int, way: Way) -> Figures:
     """A step with capture over the replay of one graph of a whole step, with the optimizer and constant task weights:
     what is left between the two is the host's work and the copies between fixed memory."""
     rows = 2 if setting.small else rows
-    with captured_training(setting, bert(setting, rows), compiled) as (trainer, captured):
+    with captured_training(setting, bert(setting, rows), way) as (trainer, captured):
         capture(trainer, captured)
         replay = whole_graph(setting, trainer)
 
@@ -250,10 +253,10 @@ def over_transformers(setting: Setting, rows: int, mode: str | None) -> Figures:
         mode: of torch.compile; "reduce-overhead" has CUDA graphs.
     """
     rows = 2 if setting.small else rows
-    compiled: Compiled = "whole" if setting.on_gpu else "none"
-    with captured_training(setting, bert(setting, rows), compiled) as (trainer, captured):
+    way = WHOLE if setting.on_gpu else BF16
+    with captured_training(setting, bert(setting, rows), way) as (trainer, captured):
         capture(trainer, captured)
-        work = set_way(bert(setting, rows), compiled, "fp32")
+        work = set_way(bert(setting, rows), {"compile": "whole"} if setting.on_gpu else AUTOCAST)
         peer, inputs = bert_peer(work, trainer.engine.full_weights())
         step = peer_step(peer, inputs, work.config, setting.device, mode=mode)
         peer.train(True)
@@ -271,48 +274,46 @@ def over_transformers(setting: Setting, rows: int, mode: str | None) -> Figures:
     }
 
 
-HOOKS: dict[str, tuple[Callable[[Setting, int], Workload], Callable[[Setting, int], Workload]]] = {
-    "minimax": (bert, partial(bert, balancer="uniform")),
-    "GradNorm": (partial(bert, balancer="gradnorm"), partial(bert, balancer="uniform")),
-    "GradNorm, MM-MAE": (partial(mm_mae, balancer="gradnorm"), partial(mm_mae, balancer="uniform")),
-    "AdPE relative": (adpe, partial(adpe, adversary="none")),
+HOOKS: dict[str, tuple[Model, Model, tuple[int, ...]]] = {
+    "minimax": (bert, partial(bert, balancer="uniform"), (64,)),
+    "GradNorm": (partial(bert, balancer="gradnorm"), partial(bert, balancer="uniform"), (64,)),
+    "GradNorm, MM-MAE": (partial(mm_mae, balancer="gradnorm"), partial(mm_mae, balancer="uniform"), (64,)),
+    "AdPE relative": (adpe, partial(adpe, adversary="none"), (64, 256)),
+    "AdPE absolute": (
+        partial(adpe, kind="absolute_coordinate"),
+        partial(adpe, adversary="none", kind="absolute_coordinate"),
+        (256,),
+    ),
 }
-"""Workloads with the hook, and without."""
+"""Workloads with the hook and without, and rows."""
 
 
-def over_plain(setting: Setting, hook: str) -> Figures:
+def over_plain(setting: Setting, hook: str, rows: int) -> Figures:
     """A captured step with a hook over a captured step without."""
-    rows = 2 if setting.small else 64
-    with_hook, without = (model(setting, rows) for model in HOOKS[hook])
-    with captured_training(setting, with_hook, "none") as first, captured_training(setting, without, "none") as second:
+    works = [model(setting, 2 if setting.small else rows) for model in HOOKS[hook][:2]]
+    with captured_training(setting, works[0]) as first, captured_training(setting, works[1]) as second:
         for trainer, captured in (first, second):
             capture(trainer, captured)
         steps = {"hook": several_steps(*first), "plain": several_steps(*second)}
         measured = alternate(steps, rounds=setting.rounds)
     ratio = pair_ratio(measured["hook"].walls, measured["plain"].walls)
     return {
-        "rows": rows,
-        "hook_step_ms": milliseconds(measured["hook"]),
-        "plain_step_ms": milliseconds(measured["plain"]),
+        **{f"{name}_step_ms": milliseconds(times) for name, times in measured.items()},
         "hook_over_plain": ratio.median,
         "interval": [ratio.lower, ratio.upper],
     }
 
 
-def checked(setting: Setting, *, balancer: str = "minimax", accumulation: int = 1, precision: Any = "bf16") -> Workload:
+def checked(setting: Setting, way: Way = BF16, *, balancer: str = "minimax", accumulation: int = 1) -> Workload:
     """A small PoS-BERT with dropout."""
+    rows, kind = 2 if setting.small else 16, BALANCING[balancer][0]
     model = setting.base if setting.small else small_bert()
-    rows = 2 if setting.small else 16
-    kind = BALANCING[balancer][0]
-    config = text_config(model, rows=rows, accumulation=accumulation, precision=precision, balancer=kind, lr=1e-3)
-    length = min(setting.lengths)
-    return set_way(text_workload(config, length, setting.lengths[length]), weights="fp32")
+    return set_way(text(setting, model, rows=rows, accumulation=accumulation, balancer=kind, lr=1e-3), way)
 
 
 def checked_images(setting: Setting) -> Workload:
     """A small AdPE with relative coordinates, two micro-batches a step."""
-    rows = 2 if setting.small else 16
-    kind = "relative_coordinate"
+    rows, kind = 2 if setting.small else 16, "relative_coordinate"
     config = image_config(setting, "mae_plus_vit_b", size="tiny", rows=rows, accumulation=2, kind=kind)
     config.model.layers = min(config.model.layers, 4)
     return set_way(mae_workload(config))
@@ -326,23 +327,19 @@ def checked_modalities(setting: Setting, balancer: str) -> Workload:
 
 
 CASES: dict[str, Callable[[Setting], Workload]] = {
-    "minimax, bf16 weights": lambda setting: set_way(checked(setting)),
-    "minimax, bf16 weights, two micro-batches": lambda setting: set_way(checked(setting, accumulation=2)),
-    "minimax, autocast": checked,
-    "minimax, fp32, two micro-batches": partial(checked, accumulation=2, precision="fp32"),
-    "GradNorm, fp32": partial(checked, balancer="gradnorm", precision="fp32"),
-    "GradNorm, bf16 weights, two micro-batches": lambda setting: set_way(
-        checked(setting, balancer="gradnorm", accumulation=2)
-    ),
-    "uncertainty, bf16 weights": lambda setting: set_way(checked(setting, balancer="uncertainty")),
-    "AdPE relative, bf16 weights, two micro-batches": checked_images,
-    "MM-MAE, GradNorm, bf16 weights": partial(checked_modalities, balancer="gradnorm"),
+    "minimax": checked,
+    "minimax, two micro-batches": partial(checked, accumulation=2),
+    "minimax, autocast": partial(checked, way=AUTOCAST),
+    "minimax, fp32, two micro-batches": partial(checked, way=FP32, accumulation=2),
+    "GradNorm, fp32": partial(checked, way=FP32, balancer="gradnorm"),
+    "GradNorm, two micro-batches": partial(checked, balancer="gradnorm", accumulation=2),
+    "uncertainty": partial(checked, balancer="uncertainty"),
+    "AdPE relative, two micro-batches": checked_images,
+    "MM-MAE, GradNorm": partial(checked_modalities, balancer="gradnorm"),
     "MM-MAE, GradNorm by the representation": partial(checked_modalities, balancer="gradnorm, representation"),
-    "compiled whole, minimax, bf16 weights": lambda setting: set_way(
-        checked(setting), "whole" if setting.on_gpu else "none"
-    ),
+    "minimax, compiled whole": partial(checked, way=WHOLE),
 }
-"""Small models, with dropout in PoS-BERT."""
+"""Small models, with bf16 weights if nothing else is said; with dropout in PoS-BERT."""
 
 
 @contextmanager
@@ -395,7 +392,7 @@ def steps_are_equal(setting: Setting, case: str) -> Figures:
 
 def waits(setting: Setting) -> Figures:
     """Waits of a captured step for the GPU."""
-    with captured_training(setting, checked(setting), "none") as (trainer, captured):
+    with captured_training(setting, checked(setting)) as (trainer, captured):
         capture(trainer, captured)
         for _ in range(3):
             trainer.train_step()
@@ -403,34 +400,20 @@ def waits(setting: Setting) -> Figures:
     return {"waits": len(calls), "places": calls, "as_expected": len(calls) == EXPECTED_WAITS}
 
 
-def timings(setting: Setting, compiled: Compiled) -> Iterator[Item]:
+def timings(setting: Setting, way: Way) -> Iterator[Item]:
     """Times of each model at each of its sizes."""
-    compiles = compiled == "whole"
-    lacking = cannot_capture(setting) or (setting.no_gpu if compiles else "")
-    suffix, extra = (", compiled whole", 45) if compiles else ("", 0)
-    for name, (model, sizes) in MODELS.items():
-        for rows in sizes:
-            yield Item(
-                name=f"{name}, {rows} rows{suffix}",
-                measure=partial(off_and_on, setting, model, rows, compiled),
-                seconds=12 + extra,
-                lacking=lacking,
-                timed=True,
-            )
-    yield Item(
-        name=f"{BERT}, 64 rows{suffix}, over a graph of the whole step",
-        measure=partial(over_whole_graph, setting, 64, compiled),
-        seconds=10 + extra,
-        lacking=lacking,
-        timed=True,
-    )
+    suffix, extra = (", compiled whole", 45) if way is WHOLE else ("", 0)
+    models = [(name, model, rows) for name, (model, sizes) in MODELS.items() for rows in sizes]
     for length, rows in zip(setting.lengths, LARGE_ROWS.values(), strict=True):
-        model = partial(bert, length=length, size="large")
+        models.append((f"BERT-large, {length} tokens", partial(bert, length=length, size="large"), rows))
+    measures = {f"{name}, {rows} rows": partial(off_and_on, setting, model, rows, way) for name, model, rows in models}
+    measures[f"{BERT}, 64 rows, over a graph of the whole step"] = partial(over_whole_graph, setting, 64, way)
+    for name, measure in measures.items():
         yield Item(
-            name=f"BERT-large, {length} tokens, {rows} rows{suffix}",
-            measure=partial(off_and_on, setting, model, rows, compiled),
-            seconds=25 + 1.5 * extra,
-            lacking=lacking,
+            name=f"{name}{suffix}",
+            measure=measure,
+            seconds=(25 + 1.5 * extra) if "large" in name else 12 + extra,
+            lacking=cannot_capture(setting) or (setting.no_gpu if way is WHOLE else ""),
             timed=True,
         )
 
@@ -444,15 +427,16 @@ def captured(setting: Setting) -> Iterator[Item]:
     lacking = cannot_capture(setting)
     for case in CASES:
         seconds = 40 if "compiled" in case else 5
+        missing = lacking or (setting.no_gpu if "compiled" in case else "")
         measure = partial(steps_are_equal, setting, case)
-        yield Item(name=f"equal, {case}", measure=measure, seconds=seconds, lacking=lacking)
+        yield Item(name=f"equal, {case}", measure=measure, seconds=seconds, lacking=missing)
     yield Item(name="waits", measure=partial(waits, setting), seconds=5, lacking=setting.no_gpu)
-    yield from timings(setting, "none")
-    for hook in HOOKS:
-        measure = partial(over_plain, setting, hook)
-        yield Item(name=f"{hook} over plain, 64 rows", measure=measure, seconds=15, lacking=lacking, timed=True)
+    yield from timings(setting, BF16)
+    for hook, rows in [(hook, rows) for hook, (_, _, sizes) in HOOKS.items() for rows in sizes]:
+        measure = partial(over_plain, setting, hook, rows)
+        yield Item(name=f"{hook} over plain, {rows} rows", measure=measure, seconds=15, lacking=lacking, timed=True)
     for mode in (None, "reduce-overhead"):
         name = f"{BERT}, 64 rows, beside transformers compiled{' with ' + mode if mode else ''}"
         measure = partial(over_transformers, setting, 64, mode)
         yield Item(name=name, measure=measure, seconds=90, lacking=lacking, timed=True)
-    yield from timings(setting, "whole")
+    yield from timings(setting, WHOLE)

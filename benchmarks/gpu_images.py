@@ -1,4 +1,4 @@
-"""Sections of benchmarks/gpu.py on images, of one modality and of several: agreement, waits, cost of adversaries.
+"""Sections of benchmarks/gpu.py on images, of one modality and of several: agreement and waits.
 
 An adversary here ascends by `sgd` where runs are compared: the other rules divide by a gradient's size, and so make of
 rounding near zero a whole step.
@@ -12,17 +12,14 @@ from functools import partial
 from typing import Literal
 
 from benchmarks.gpu_parity import Comparison, waited
-from benchmarks.gpu_setting import Figures, Item, Setting, shrink, step_of
+from benchmarks.gpu_setting import Item, Setting, shrink
 from benchmarks.method_cost import BALANCING
-from benchmarks.rounds import alternate, pair_ratio
 from benchmarks.steps import Precision, Workload, endless
 from benchmarks.workloads import MM_MAE, EncoderSize, image_recipe, mae_workload, mm_mae_workload
 from trp_scale.config.registry import make_settings
 from trp_scale.pretraining.mae.settings import MaeConfig
 from trp_scale.pretraining.mm_mae.settings import MmMaeConfig
 
-PAIRS = 50
-"""Steps of each, with and without the adversary."""
 ADVERSARIES: dict[str, Literal["absolute", "relative"]] = {
     "absolute_coordinate": "absolute",
     "relative_coordinate": "relative",
@@ -71,27 +68,6 @@ def modality_config(
     return endless(config, rows, accumulation=accumulation, precision=precision)
 
 
-def overhead(setting: Setting, kind: str) -> Figures:
-    """AdPE over MAE+ with the same positions, ViT-B, in pairs that alternate; the paper says less than 1.015."""
-    rows = 2 if setting.small else 256  # so many that the GPU, not the host, takes the time
-    steps = {}
-    for name in ("none", kind):
-        config = image_config(setting, "mae_plus_vit_b", size="base", rows=rows, kind=kind)
-        config.adversary = make_settings("adversary", name)
-        steps[name] = step_of(setting, mae_workload(config))
-    measured = alternate(steps, rounds=2 if setting.small else PAIRS, warmup=3)
-    ratio = pair_ratio(measured[kind].walls, measured["none"].walls)
-    return {
-        "images": rows,
-        "mae_plus_step_ms": measured["none"].wall * 1e3,
-        "adpe_step_ms": measured[kind].wall * 1e3,
-        "pairs": len(measured[kind].walls),
-        "median_of_pair_ratios": ratio.median,
-        "interval": [ratio.lower, ratio.upper],
-        "ratio_of_medians": measured[kind].wall / measured["none"].wall,
-    }
-
-
 def checked(setting: Setting, precision: Precision = "bf16", kind: str = "relative_coordinate") -> Workload:
     """A small model that is trained many times, two micro-batches a step, with an adversary that moves."""
     rows = 2 if setting.small else 16
@@ -107,7 +83,7 @@ def checked(setting: Setting, precision: Precision = "bf16", kind: str = "relati
 
 
 def images(setting: Setting) -> Iterator[Item]:
-    """Agreement and waits first, then figures."""
+    """Agreement and waits."""
     comparison = Comparison(setting, partial(checked, setting))
     yield from comparison.items("adversary, ", {layout: layout for layout in COMPARED}, seconds=6)
     for layout, kind in (
@@ -121,8 +97,6 @@ def images(setting: Setting) -> Iterator[Item]:
             seconds=5,
             lacking=setting.no_gpu,
         )
-    for kind in ADVERSARIES:
-        yield Item(name=f"AdPE over MAE+, {kind}", measure=partial(overhead, setting, kind), seconds=20, timed=True)
 
 
 def checked_modalities(setting: Setting, precision: Precision = "bf16", balancer: str = "gradnorm") -> Workload:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -53,6 +54,18 @@ def reduce(damaged: bool) -> list[Finding]:
         return [doctor._check_all_reduce(environment, 1)]
 
 
+def collectives(damaged: str) -> list[Finding]:
+    environment = Environment(RankInfo(rank=dist.get_rank(), world=2, local_world=2), use_gpu=False)
+    right = getattr(dist, damaged)
+
+    def wrong(numbers: torch.Tensor, *arguments: object, **named: object) -> None:
+        right(numbers, *arguments, **named)
+        numbers[-1] += dist.get_rank() == 1 and numbers.dtype == torch.bfloat16
+
+    with mock.patch.object(doctor.dist, damaged, wrong):
+        return [doctor._check_collectives(environment, 16)]
+
+
 def storage(folders: list[str]) -> list[Finding]:
     return [doctor._check_storage(world(), Path(folders[dist.get_rank()]), 1)]
 
@@ -90,6 +103,18 @@ def test_sums_that_are_not_right_are_wrong_on_all_ranks(two_ranks: Ranks) -> Non
         assert found.state == "wrong"
     for (found,) in two_ranks(reduce, False):
         assert found.state == "ok" and "gloo" in found.result and "2 ranks" in found.result and "1 MiB" in found.result
+
+
+def test_collectives_are_exact(two_ranks: Ranks) -> None:
+    for (found,) in two_ranks(collectives, "barrier"):
+        assert found.state == "ok" and "all_gather" in found.result
+
+
+@pytest.mark.parametrize("name", ["all_reduce", "broadcast", "all_gather_into_tensor", "reduce_scatter_tensor"])
+def test_a_collective_with_a_wrong_number_is_named_on_all_ranks(two_ranks: Ranks, name: str) -> None:
+    for (found,) in two_ranks(collectives, name):
+        assert found.state == "wrong"
+        assert found.result == f"wrong: {name.removesuffix('_tensor').removesuffix('_into')} of torch.bfloat16"
 
 
 def test_storage_that_is_not_shared_is_wrong_and_nothing_stays(two_ranks: Ranks, tmp_path: Path) -> None:

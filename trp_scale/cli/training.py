@@ -7,6 +7,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
+import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -187,6 +189,9 @@ class DoctorArguments:
     measured."""
     hostfile: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """Hostfile of deepspeed's launcher: check its lines, and whether ssh reaches each host without a password."""
+    two_ranks: bool = False
+    """Check with two ranks on this host, which share its GPU (NCCL 2.30 or newer) or compute on CPUs; for the host of
+    one card. Under a launcher: no effect."""
     mebibytes: Annotated[int, tyro.conf.arg(metavar="MIB")] = setting(64, at_least=1)
     """Size of these files, and of the all-reduce."""
     timeout_minutes: float = setting(2.0, above=0)
@@ -199,6 +204,16 @@ def doctor(argv: Sequence[str]) -> int:
     """`trp-scale doctor`."""
     arguments = read(DoctorArguments, argv, prog="trp-scale doctor")
     check_settings(arguments)
+    if arguments.two_ranks and arguments.run_dir is None:
+        from trp_scale.distributed.environment import SHARED_GPUS
+        from trp_scale.distributed.launchers import discover
+
+        if discover(os.environ).launcher == "single":
+            torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+            command, variables = [*torchrun, "-m", "trp_scale", "doctor", *argv], {**os.environ, SHARED_GPUS: "1"}
+            ranks = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
+            print(ranks.stdout or ranks.stderr, end="", flush=True)
+            return int(ranks.returncode != 0)
     findings = _examine_run(arguments.run_dir, arguments) if arguments.run_dir else _examine_machines(arguments)
     return int(any(finding.state == "wrong" for finding in findings))
 

@@ -141,6 +141,7 @@ def examine(environment: Environment, storage: Path | None = None, *, mebibytes:
         *_check_versions(world),
         _check_compute(environment),
         _check_all_reduce(environment, mebibytes),
+        *([] if world.size == 1 else [_check_collectives(environment)]),
         *([] if storage is None else [_check_storage(world, storage, mebibytes)]),
     ]
 
@@ -315,6 +316,39 @@ def _measure(work: Callable[[], object], environment: Environment) -> float:
     work()
     synchronize()
     return time.perf_counter() - began
+
+
+def _check_collectives(environment: Environment, size: int = 4096) -> Finding:
+    """Compare collectives of fp32 and bf16 with exact results. Collective.
+
+    Args:
+        size: elements that each rank has after a reduce-scatter.
+    """
+    world, device, group = environment.world, environment.device, environment.world.handle
+    wrong = []
+    for dtype in (torch.float32, torch.bfloat16):
+
+        def numbers(rank: int, dtype: torch.dtype = dtype) -> Tensor:
+            return ((torch.arange(size * world.size) + rank) % 3 - 1).to(device, dtype)  # sums are -1, 0 or 1
+
+        first, ours = numbers(0), numbers(world.rank)  # [size * ranks]
+        total = torch.stack([torch.zeros_like(ours), *map(numbers, range(world.size % 3))]).sum(0)  # others cancel
+        reduced, copied, part, gathered = ours.clone(), ours.clone(), ours[:size].clone(), torch.empty_like(ours)
+        dist.all_reduce(reduced, group=group)
+        dist.broadcast(copied, 0, group=group)
+        dist.all_gather_into_tensor(gathered, ours[:size].contiguous(), group=group)
+        dist.reduce_scatter_tensor(part, ours, group=group)
+        results = {
+            "all_reduce": (reduced, total),
+            "broadcast": (copied, first),
+            "all_gather": (gathered, torch.cat([numbers(rank)[:size] for rank in range(world.size)])),
+            "reduce_scatter": (part, total.chunk(world.size)[world.rank]),
+        }
+        wrong += [f"{name} of {dtype}" for name, pair in results.items() if not torch.equal(*pair)]
+    names = ", ".join(sorted({name for names in world.gather_objects(wrong) for name in names}))
+    result = f"wrong: {names}" if names else f"{', '.join(results)}: exact in fp32 and bf16"
+    change = "a link or a GPU corrupts data, or the library has a fault: try another version of NCCL or of the driver"
+    return judge("collectives", not names, result, change, "wrong")
 
 
 def _check_storage(world: Group, directory: Path, mebibytes: int) -> Finding:

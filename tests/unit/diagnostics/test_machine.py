@@ -169,6 +169,35 @@ def test_two_ranks_under_torchrun_print_once() -> None:
     )
 
 
+def test_two_ranks_are_started_by_torchrun_and_share_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls: list[tuple[list[str], str]] = []
+
+    def launch(command: list[str], *, env: dict[str, str], **_: object) -> SimpleNamespace:
+        calls.append((command, env["NCCL_MULTI_RANK_GPU_ENABLE"]))
+        return SimpleNamespace(returncode=1, stdout="", stderr="NCCL error: duplicate GPU")
+
+    monkeypatch.setattr("trp_scale.cli.training.subprocess.run", launch)
+    assert cli.main(["doctor", "--two_ranks", "--mebibytes", "1"]) == 1
+    ((command, shared),) = calls
+    assert command[-5:] == ["trp_scale", "doctor", "--two_ranks", "--mebibytes", "1"] and shared == "1"
+    assert "duplicate GPU" in capsys.readouterr().out
+
+
+@pytest.mark.exhaustive  # the same in parts: above, and tests/distributed/test_doctor.py
+def test_two_ranks_examine_each_other() -> None:
+    command = [sys.executable, "-m", "trp_scale", "doctor", "--two_ranks", "--json", "--mebibytes", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    told = json.loads(done.stdout)
+    assert (done.returncode, told["ranks"], told["launcher"]) == (0, 2, "torchrun")
+    assert only(doctor_findings(told), "collectives").state == "ok"
+
+
+def doctor_findings(told: dict[str, list[dict[str, object]]]) -> list[Finding]:
+    return [Finding(**finding) for finding in told["findings"]]  # type: ignore[arg-type]
+
+
 @pytest.fixture
 def ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A program of this name that reaches hosts called node*, and asks the others for a password."""
