@@ -43,7 +43,9 @@ DATA = {
 }
 """Commands of trp-scale that make the data."""
 COMMON = {
+    "training.steps": str(STEPS),
     "training.seed": "3",
+    "training.capture": "off",
     "training.precision": "fp32",
     "training.compile": "none",
     "batch.global_size": str(ROWS),
@@ -133,23 +135,23 @@ class Runs:
             errors = [line for line in log.read_text(errors="replace").splitlines() if "rror" in line]
             raise RuntimeError(f"{log.stem} ended with {ended}: {' | '.join(errors[:3])}")
 
-    def command(self, model: str, layout: Layout, run_dir: Path, *more: str, steps: int = STEPS) -> list[str]:
-        """Return the command line of a run: two micro-batches on each rank, one on plain."""
+    def command(self, model: str, layout: Layout, run_dir: Path, **more: str) -> list[str]:
+        """Return the command line of a run: two micro-batches on each rank, one on plain. `more`: settings,
+        with "__" for the dot."""
         kind, settings = MODELS[model]
         micro = ROWS // (2 * layout.data_ranks or 1)
         values = {**COMMON, **settings, "data.path": str(self.make_data(kind)), "batch.micro_size": str(micro)}
-        values |= {"training.steps": str(steps), "run_dir": str(run_dir)}
+        values |= {"run_dir": str(run_dir), **{name.replace("__", "."): value for name, value in more.items()}}
         flags = [word for name, value in values.items() for word in (f"--{name}", value)]
         torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"] if layout.data_ranks else []
-        capture = [] if "--training.capture" in more else ["--training.capture", "off"]
-        script = ["launch/pretrain.py", "--recipe", model, *flags, *layout.flags, *capture, *more]
-        return [sys.executable, *torchrun, *script]
+        return [sys.executable, *torchrun, "launch/pretrain.py", "--recipe", model, *flags, *layout.flags]
 
-    def train(self, model: str, name: str, layout: Layout, *more: str, steps: int = STEPS) -> Path:
+    def train(self, model: str, name: str, layout: Layout, **more: str) -> Path:
         """Return the directory of the run `name` of a model, which is made if it does not exist."""
         run_dir = self.folder / f"{model}, {name}"
+        steps = int(more.get("training__steps", COMMON["training.steps"]))
         if not checkpoints(run_dir) or checkpoints(run_dir)[-1][0] < steps:
-            command = self.command(model, layout, run_dir, *more, steps=steps)
+            command = self.command(model, layout, run_dir, **more)
             self.finish(self.start(command, run_dir.name, preload=bool(layout.data_ranks)))
         return run_dir
 
@@ -168,17 +170,17 @@ def distance(run_dir: Path, reference: Path) -> Figures:
     return {"steps": step, "distance_over_weights": figure, "as_expected": figure <= BOUND}
 
 
-def against_plain(runs: Runs, model: str, name: str, layout: Layout, *more: str) -> Figures:
+def against_plain(runs: Runs, model: str, name: str, layout: Layout, **more: str) -> Figures:
     """A run on two ranks against plain's."""
     reference = runs.train(model, "plain", PLAIN)
-    return distance(runs.train(model, name, layout, *more), reference)
+    return distance(runs.train(model, name, layout, **more), reference)
 
 
 def captured(runs: Runs, model: str) -> Figures:
     """Captured steps of ddp against plain's, with the reduction of buckets in the backward graph."""
-    name, flags = "ddp captured", ("--training.capture", "on")
-    figures = against_plain(runs, model, name, LAYOUTS["ddp"], *flags)
-    summary = json.loads((runs.train(model, name, LAYOUTS["ddp"], *flags) / "summary.json").read_text())["captured"]
+    name = "ddp captured"
+    figures = against_plain(runs, model, name, LAYOUTS["ddp"], training__capture="on")
+    summary = json.loads((runs.train(model, name, LAYOUTS["ddp"]) / "summary.json").read_text())["captured"]
     replayed = summary["replays"] > 0 and summary["others"] == 0
     return {**figures, **summary, "as_expected": bool(figures["as_expected"]) and replayed}
 
@@ -191,16 +193,16 @@ def resumed(runs: Runs, model: str, first: str, second: str) -> Figures:
     target = runs.folder / f"{model}, {name}"
     shutil.copytree(source, target)
     shutil.rmtree(checkpoints(target)[-1][1])
-    return distance(runs.train(model, name, LAYOUTS[second], "--resume", "auto"), reference)
+    return distance(runs.train(model, name, LAYOUTS[second], resume="auto"), reference)
 
 
 def stopped(runs: Runs, model: str, engine: str) -> Figures:
     """A run that SIGTERM stops and that resumes, against an undisturbed one."""
-    flags = ("--training.deterministic", "True", "--checkpoint.every", "0")
-    whole = runs.train(model, f"{engine} undisturbed", LAYOUTS[engine], *flags, steps=LONG_STEPS)
+    more = {"training__deterministic": "True", "checkpoint__every": "0", "training__steps": str(LONG_STEPS)}
+    whole = runs.train(model, f"{engine} undisturbed", LAYOUTS[engine], **more)
     name = f"{engine} stopped"
     run_dir = runs.folder / f"{model}, {name}"
-    command = runs.command(model, LAYOUTS[engine], run_dir, *flags, steps=LONG_STEPS)
+    command = runs.command(model, LAYOUTS[engine], run_dir, **more)
     process = runs.start(command, run_dir.name, preload=True)
     metrics = run_dir / "metrics.jsonl"
     while process.poll() is None and not (metrics.exists() and metrics.stat().st_size):
@@ -208,7 +210,7 @@ def stopped(runs: Runs, model: str, engine: str) -> Figures:
     process.send_signal(signal.SIGTERM)  # torchrun passes it on, and then ends with an error
     runs.finish(process, status=None)
     at = checkpoints(run_dir)[-1][0]
-    figures = distance(runs.train(model, name, LAYOUTS[engine], *flags, "--resume", "auto", steps=LONG_STEPS), whole)
+    figures = distance(runs.train(model, name, LAYOUTS[engine], **more), whole)
     return {**figures, "stopped_at": at, "as_expected": bool(figures["as_expected"]) and 0 < at < LONG_STEPS}
 
 

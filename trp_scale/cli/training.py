@@ -190,8 +190,7 @@ class DoctorArguments:
     hostfile: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """Hostfile of deepspeed's launcher: check its lines, and whether ssh reaches each host without a password."""
     two_ranks: bool = False
-    """Check with two ranks on this host, which share its GPU (NCCL 2.30 or newer) or compute on CPUs; for the host of
-    one card. Under a launcher: no effect."""
+    """Start two ranks on this host, which share its GPU (NCCL 2.30 or newer) or compute on CPUs."""
     mebibytes: Annotated[int, tyro.conf.arg(metavar="MIB")] = setting(64, at_least=1)
     """Size of these files, and of the all-reduce."""
     timeout_minutes: float = setting(2.0, above=0)
@@ -205,12 +204,11 @@ def doctor(argv: Sequence[str]) -> int:
     arguments = read(DoctorArguments, argv, prog="trp-scale doctor")
     check_settings(arguments)
     if arguments.two_ranks and arguments.run_dir is None:
-        from trp_scale.distributed.environment import SHARED_GPUS
-        from trp_scale.distributed.launchers import discover
+        from trp_scale.distributed.environment import SHARED_GPUS, discover
 
         if discover(os.environ).launcher == "single":
-            torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-            command, variables = [*torchrun, "-m", "trp_scale", "doctor", *argv], {**os.environ, SHARED_GPUS: "1"}
+            torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m"]
+            command, variables = [*torchrun, "trp_scale", "doctor", *argv], {**os.environ, SHARED_GPUS: "1"}
             ranks = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
             print(ranks.stdout or ranks.stderr, end="", flush=True)
             return int(ranks.returncode != 0)
@@ -235,8 +233,8 @@ def _examine_machines(arguments: DoctorArguments) -> list[Finding]:
 
 
 def _examine_run(run_dir: Path, arguments: DoctorArguments) -> list[Finding]:
-    for name in ("storage", "hostfile"):
-        if getattr(arguments, name) is not None:
+    for name in ("storage", "hostfile", "two_ranks"):
+        if getattr(arguments, name):
             raise RefusedError(f"--{name} is for machines, and {run_dir} for a run; give only one of them")
     from trp_scale.diagnostics.run_directory import examine_run
 

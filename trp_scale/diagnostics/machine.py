@@ -319,29 +319,22 @@ def _measure(work: Callable[[], object], environment: Environment) -> float:
 
 
 def _check_collectives(environment: Environment, size: int = 4096) -> Finding:
-    """Compare collectives of fp32 and bf16 with exact results. Collective.
-
-    Args:
-        size: elements that each rank has after a reduce-scatter.
-    """
-    world, device, group = environment.world, environment.device, environment.world.handle
-    wrong = []
+    """Compare collectives of `size` elements a rank in fp32 and bf16 with exact results. Collective."""
+    world, wrong = environment.world, list[str]()
     for dtype in (torch.float32, torch.bfloat16):
-
-        def numbers(rank: int, dtype: torch.dtype = dtype) -> Tensor:
-            return ((torch.arange(size * world.size) + rank) % 3 - 1).to(device, dtype)  # sums are -1, 0 or 1
-
-        first, ours = numbers(0), numbers(world.rank)  # [size * ranks]
-        total = torch.stack([torch.zeros_like(ours), *map(numbers, range(world.size % 3))]).sum(0)  # others cancel
-        reduced, copied, part, gathered = ours.clone(), ours.clone(), ours[:size].clone(), torch.empty_like(ours)
-        dist.all_reduce(reduced, group=group)
-        dist.broadcast(copied, 0, group=group)
-        dist.all_gather_into_tensor(gathered, ours[:size].contiguous(), group=group)
-        dist.reduce_scatter_tensor(part, ours, group=group)
+        values = (torch.arange(size * world.size + 2) % 3 - 1).to(environment.device, dtype)
+        inputs = [values[rank % 3 :][: size * world.size] for rank in range(world.size)]  # those of three ranks cancel
+        total = sum(inputs[: world.size % 3], torch.zeros_like(inputs[0]))  # [size * ranks]
+        ours = inputs[world.rank]
+        reduced, copied, gathered, part = ours.clone(), ours.clone(), ours.clone(), ours[:size].clone()
+        dist.all_reduce(reduced, group=world.handle)
+        dist.broadcast(copied, 0, group=world.handle)
+        dist.all_gather_into_tensor(gathered, ours[:size].clone(), group=world.handle)
+        dist.reduce_scatter_tensor(part, ours.clone(), group=world.handle)
         results = {
             "all_reduce": (reduced, total),
-            "broadcast": (copied, first),
-            "all_gather": (gathered, torch.cat([numbers(rank)[:size] for rank in range(world.size)])),
+            "broadcast": (copied, inputs[0]),
+            "all_gather": (gathered, torch.cat([numbers[:size] for numbers in inputs])),
             "reduce_scatter": (part, total.chunk(world.size)[world.rank]),
         }
         wrong += [f"{name} of {dtype}" for name, pair in results.items() if not torch.equal(*pair)]
