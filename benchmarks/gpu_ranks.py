@@ -35,6 +35,7 @@ BOUND = 1e-5
 """Distance of the weights from plain's over their norm."""
 STEPS, LONG_STEPS, ROWS = 8, 60, 16
 TIMEOUT_S = 200
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 DATA = {
@@ -117,7 +118,7 @@ class Runs:
         """Start a command with its output in a file of this name."""
         with (self.folder / f"{name}.log").open("wb") as log:
             environ = self.environ(preload=preload)
-            return subprocess.Popen(command, cwd=ROOT, env=environ, stdout=log, stderr=log, start_new_session=True)
+            return subprocess.Popen(command, cwd=ROOT, env=environ, stdout=log, stderr=log)
 
     def finish(self, process: subprocess.Popen[bytes], *, status: int | None = 0) -> None:
         """Wait for a command.
@@ -125,11 +126,12 @@ class Runs:
         Raises:
             RuntimeError: another exit status, or none in time; the last lines that name an error follow.
         """
+        ended: int | None = None
         try:
-            ended: int | None = process.wait(TIMEOUT_S)
+            ended = process.wait(TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            ended = process.wait() and None
+            process.terminate()  # torchrun then kills its ranks after 30 s; they are not of its process group
+            process.wait(60)
         if ended is None or (status is not None and ended != status):
             log = max(self.folder.glob("*.log"), key=lambda path: path.stat().st_mtime)
             errors = [line for line in log.read_text(errors="replace").splitlines() if "rror" in line]
@@ -143,7 +145,7 @@ class Runs:
         values = {**COMMON, **settings, "data.path": str(self.make_data(kind)), "batch.micro_size": str(micro)}
         values |= {"run_dir": str(run_dir), **{name.replace("__", "."): value for name, value in more.items()}}
         flags = [word for name, value in values.items() for word in (f"--{name}", value)]
-        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"] if layout.data_ranks else []
+        torchrun = TORCHRUN if layout.data_ranks else ()
         return [sys.executable, *torchrun, "launch/pretrain.py", "--recipe", model, *flags, *layout.flags]
 
     def train(self, model: str, name: str, layout: Layout, **more: str) -> Path:
@@ -215,8 +217,8 @@ def stopped(runs: Runs, model: str, engine: str) -> Figures:
 
 
 def collectives(runs: Runs) -> Figures:
-    """Findings of `trp-scale doctor --two_ranks`."""
-    command = [sys.executable, "-m", "trp_scale", "doctor", "--two_ranks", "--json", "--mebibytes", "4"]
+    """Findings of the doctor on two ranks, as `trp-scale doctor --two_ranks` starts them."""
+    command = [sys.executable, *TORCHRUN, "launch/doctor.py", "--json", "--mebibytes", "4"]
     runs.finish(runs.start(command, "doctor", preload=True), status=None)
     text = (runs.folder / "doctor.log").read_text(errors="replace")
     try:
