@@ -58,7 +58,7 @@ COMMON = {
     "logging.progress": "False",
 }
 MODELS: dict[str, tuple[str, dict[str, str]]] = {
-    "pos_bert_tiny": ("text", {"model.dropout": "0"}),
+    "pos_bert_tiny": ("text", {"model.dropout": "0", "model.heads": "6"}),  # an even number for megatron
     # Adam divides by a gradient's size, which makes a whole step of rounding near zero
     "adpe_tiny": ("scenes", {"adversary.ascent": "sgd"}),
     "mlo_mae_tiny": ("scenes", {}),
