@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -94,13 +95,27 @@ def test_a_captured_run_equals_an_uncaptured_one(text: Path, image_dataset: Path
     assert captured["replays"] >= 4 and captured["others"] == 0
 
 
+@pytest.mark.parametrize("how", ["blocks", "whole"])
+def test_compiled(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    """Compiled graphs, traced by aot_eager, inside of captured ones."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    for enabled in (False, True):
+        torch._dynamo.reset()
+        with recorded_on_cpu(enabled):
+            command = arguments("minimax", text, text, tmp_path / str(enabled), training__compile=how)
+            assert pretrain_here(command) == 0
+    torch._dynamo.reset()
+    assert_equal_runs(tmp_path / "False", tmp_path / "True")
+    assert json.loads((tmp_path / "True" / "summary.json").read_text())["captured"]["replays"] > 0
+
+
 def pretrain_captured(command: list[str], *, enabled: bool) -> None:
     with recorded_on_cpu(enabled):
         assert pretrain_here(command) == 0
 
 
 TWO_RANKS: dict[str, dict[str, Any]] = {
-    "minimax": {"batch__micro_size": 4},
+    "minimax": {"batch__micro_size": 4, "validation__every": 1},
     "minimax, two micro-batches": {"batch__micro_size": 2},
     "bf16 weights": {"batch__micro_size": 4},
     "bf16 gradients": {"training__precision": "bf16", "training__gradients": "bf16"},

@@ -168,8 +168,8 @@ class TrainingConfig(Section):
     log says why."""
     capture: Literal["auto", "on", "off"] = "auto"
     """Capture the forward and the backward pass of a micro-batch as CUDA graphs: the host launches two graphs in place
-    of a thousand kernels. Small micro-batches become faster; the result is the same. auto: for pre-training on a GPU
-    with the engines plain and ddp, if the methods of the run allow it; the log says why not."""
+    of a thousand kernels. The result is the same. For pre-training on a GPU with plain, ddp and FSDP2. auto: off, since
+    it was not run on a GPU yet."""
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
     """Activations that a block keeps for its backward pass. full: only its inputs; the block is recomputed, a third
     more arithmetic. selective: also matrix products and attention; norms and activation functions are recomputed. none:

@@ -63,6 +63,10 @@ RECORDERS: dict[str, type[Recorder]] = {"cuda": CudaGraphs}
 """Recorder of each type of device."""
 
 
+UNTRIED = "this was not run on a GPU yet; --training.capture on asks for it"
+"""Reason of `training.capture: auto` against capturing."""
+
+
 def choose(wanted: str, device: torch.device, reasons: list[str], group: Group) -> tuple[Literal["on", "off"], str]:
     """Resolve `training.capture`, equally on all ranks; return it with a line for the log. Collective.
 
@@ -77,9 +81,9 @@ def choose(wanted: str, device: torch.device, reasons: list[str], group: Group) 
     why = next((first[0] for first in group.gather_objects(against[:1]) if first), None)
     if wanted == "on" and why:
         raise EngineError(f"--training.capture is on, but {why}; allowed: auto, off")
-    if why or wanted == "off":
-        return "off", f"micro-batches are not captured in CUDA graphs: {why}"
-    return "on", "micro-batches are captured in CUDA graphs"
+    if wanted == "on":
+        return "on", "micro-batches are captured in CUDA graphs"
+    return "off", f"micro-batches are not captured in CUDA graphs: {why or UNTRIED}"
 
 
 class CapturedEngine(Protocol):
@@ -101,11 +105,18 @@ class CapturedEngine(Protocol):
         """Return the parameters whose `.grad` the optimizer reads."""
         ...
 
-    def separate_graphs(self) -> None:
-        """Forget events of the forward graph: a backward graph starts after its end, and cannot wait for them."""
+    @property
+    def autocasts(self) -> bool: ...
+
+    def loss_factor(self) -> float:
+        """Return the factor by which `accumulate` multiplies the loss."""
         ...
 
-    def keeps(self, gradient: Tensor) -> bool:
+    def forget_forward_events(self) -> None:
+        """Forget the events of a forward graph: a backward graph starts after its end, and cannot wait for them."""
+        ...
+
+    def owns_gradient(self, gradient: Tensor) -> bool:
         """Whether a gradient is in memory that the engine allocates once."""
         ...
 
@@ -191,15 +202,21 @@ class Captured:
     def give_up(self, reason: str) -> None:
         """Run all micro-batches without graphs from now on; drops the gradients of the present window."""
         self._captures = False
-        self._modes.clear()
-        self.engine.discard_gradients()
+        self.close()
         self.notices.append(f"micro-batches are not captured: {reason}")
+
+    def close(self) -> None:
+        """Drop the graphs and their memory. NCCL waits at the end of a process for graphs with its operations."""
+        self.engine.discard_gradients()
+        self._modes.clear()
+        self._fixed.clear()
+        self._unfinished = None
 
     def losses(self, objective: Objective, batch: Batch) -> TaskLosses:
         """Compute the losses of a micro-batch; in evaluation mode without a graph."""
         if not self.engine.module.training:
             return self.losses_of(objective, batch)
-        key = mode_key(objective, batch)
+        key = mode_key(self.engine, objective, batch)
         if self._captures and key not in self._modes:
             self._try_capture(key, objective, batch)
         mode = self._modes.get(key)
@@ -241,16 +258,17 @@ class Captured:
         if unfinished is None:
             return False
         mode, sums, batch = unfinished
-        loss.backward()  # type: ignore[no-untyped-call]  # up to the sums, and to parameters of the balancer
+        factor = self.engine.loss_factor()
+        (loss * factor).backward()  # type: ignore[no-untyped-call]  # to the sums and the balancer's parameters
         assert sums.grad is not None, "the loss depends on the sums"
-        mode.coefficients.copy_(sums.grad)
+        mode.coefficients.copy_(sums.grad / factor)
         graph = self._backward_graph(mode, last=last and self.engine.reduces)
         graph.replay()
         holders = self.engine.gradient_holders()
         for number, gradient in graph.gradients.items():
             holders[number].grad = gradient
-        for key, gradient in graph.extras.items():
-            torch.autograd.backward(batch.extras[key], gradient)
+        if graph.extras:
+            torch.autograd.backward([batch.extras[key] for key in graph.extras], list(graph.extras.values()))
         return True
 
     @torch.no_grad()
@@ -273,7 +291,8 @@ class Captured:
         try:
             self._modes[key] = self._capture(objective, batch)
         except RuntimeError as error:
-            self.give_up(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
+            cause = error.__context__ or error  # the end of a failed capture raises again
+            self.give_up(f"{type(cause).__name__}: {str(cause).partition(chr(10))[0]}")
 
     def _capture(self, objective: Objective, batch: Batch) -> Mode:
         """Capture the graphs of a mode. Drops the gradients of the present window."""
@@ -287,7 +306,7 @@ class Captured:
 
         (losses, total), replay = self.recorder.record(forward)
         mode = Mode(batch=fixed, losses=losses, forward=replay, coefficients=coefficients)
-        self.engine.separate_graphs()
+        self.engine.forget_forward_events()
         if total.requires_grad:
             reduces = self.engine.reduces
             for first in (True, False) if self.several else (True,):
@@ -308,6 +327,8 @@ class Captured:
         """
         self.engine.discard_gradients()
         holders, extras = self.engine.gradient_holders(), mode.batch.extras
+        if not self._fixed:  # for all parameters: a graph of a window's last micro-batch reads those of other modes
+            self._fixed.update((number, torch.zeros_like(holder)) for number, holder in enumerate(holders))
         for number, fixed in self._fixed.items():
             holders[number].grad = None if first else fixed
         for extra in extras.values():
@@ -331,17 +352,18 @@ class Captured:
     @torch.no_grad()
     def _fix(self, number: int, gradient: Tensor) -> Tensor:
         """Return a gradient in memory that outlives the graph."""
-        if self.engine.keeps(gradient):
+        if self.engine.owns_gradient(gradient):
             return gradient
-        fixed = self._fixed.setdefault(number, gradient)
+        fixed = self._fixed[number]
         return fixed if gradient is fixed else fixed.copy_(gradient)
 
 
-def mode_key(objective: Objective, batch: Batch) -> Any:
-    """Return what decides which graph a micro-batch needs."""
+def mode_key(engine: CapturedEngine, objective: Objective, batch: Batch) -> Any:
+    """Return the key of the graphs for a micro-batch."""
     tensors = [(name, value.shape, value.dtype) for name, value in batch.fields.items()]
     extras = [(key, value.shape, value.dtype, value.requires_grad) for key, value in batch.extras.items()]
-    return id(objective), torch.is_grad_enabled(), frozenset(tensors), frozenset(extras)
+    flags = id(objective), torch.is_grad_enabled(), engine.autocasts, batch.joined
+    return *flags, frozenset(tensors), frozenset(extras)
 
 
 def fixed_batch(batch: Batch) -> Batch:

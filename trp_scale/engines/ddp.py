@@ -223,7 +223,7 @@ class DdpEngine(PlainEngine):
     def reduces(self) -> bool:
         return self.reduction is not None
 
-    def keeps(self, gradient: Tensor) -> bool:
+    def owns_gradient(self, gradient: Tensor) -> bool:
         buckets = () if self.reduction is None else self.reduction.buckets
         return any(gradient.untyped_storage().data_ptr() == b.flat.untyped_storage().data_ptr() for b in buckets)
 

@@ -136,6 +136,11 @@ class FsdpEngine(PlainEngine):
                 optimizer.state[parameter] = empty_adamw_state(parameter, self._on_disk)
         return optimizer
 
+    def train(self, mode: bool) -> None:
+        # A forward without backward leaves the outer unit gathered, and captured backward passes do not release it.
+        cast(FSDPModule, self.module).reshard()
+        super().train(mode)
+
     def accumulate(self, loss: Tensor, *, last: bool, retain_graph: bool = False) -> None:
         cast(FSDPModule, self.module).set_requires_gradient_sync(last)
         self.watch_backward()
@@ -146,7 +151,7 @@ class FsdpEngine(PlainEngine):
     def reduces(self) -> bool:
         return True
 
-    def separate_graphs(self) -> None:
+    def forget_forward_events(self) -> None:
         # The first gather of the backward pass would wait for an event of the forward graph.
         cast(FSDPModule, self.module)._get_fsdp_state()._comm_ctx.all_gather_state = None
 

@@ -93,6 +93,8 @@ class PlainEngine(ShardOperations):
         self.config = config
         self.device = device
         self.data_group = data_group
+        if config.training.capture == "on":  # several backward graphs of a forward graph read its saved tensors
+            torch._functorch.config.donated_buffer = False
         self.graphs = compile_model(module, config.training.compile, self if self.plain_forward else None)
         checkpoint_blocks(module, config.training.activation_checkpointing)
         self.module: nn.Module = self.place(module)
@@ -158,10 +160,10 @@ class PlainEngine(ShardOperations):
     def gradient_holders(self) -> list[nn.Parameter]:
         return self._updated
 
-    def separate_graphs(self) -> None:
+    def forget_forward_events(self) -> None:
         """Do nothing: no event connects the passes."""
 
-    def keeps(self, gradient: Tensor) -> bool:
+    def owns_gradient(self, gradient: Tensor) -> bool:
         return False
 
     def local(self, tensor: Tensor) -> Tensor:
@@ -290,4 +292,6 @@ class PlainEngine(ShardOperations):
         return {name: parameter.detach().float().cpu().clone() for name, parameter in self.named_parameters()}
 
     def close(self) -> None:
+        if self.captured is not None:
+            self.captured.close()
         self.optimizer.zero_grad(set_to_none=True)

@@ -48,8 +48,6 @@ class FsdpRules(EngineRules):
 
     def uncaptured(self, config: Config, ranks: int) -> Iterator[str]:
         batch = config.batch
-        if config.training.capture == "auto":
-            yield "with FSDP2 only --training.capture on asks for it"
         if config.fsdp.offload:
             yield "--fsdp.offload copies weights on the host"
         if batch.micro_size == "auto" or batch.micro_size * ranks != batch.global_size:

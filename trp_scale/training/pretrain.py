@@ -187,9 +187,9 @@ class Run:
     def _build_engine_and_hooks(self, document: dict[str, Any] | None) -> None:
         config, path = self.config, str(self.arguments.ds_config or "")
         if config.training.capture == "on" and not self.objective.in_a_graph:
-            config.training.capture = "off"
-            self.notices.append(
-                "micro-batches are not captured in CUDA graphs: the objective reads numbers on the host"
+            raise RefusedError(
+                "--training.capture is on, but the objective reads numbers on the host or waits for other ranks; "
+                "allowed: auto, off"
             )
         if config.training.compile != "none":
             self.notices.append(f"cache of compiled graphs: {compiled.cache_directory()} (TORCHINDUCTOR_CACHE_DIR)")

@@ -202,7 +202,8 @@ def test_losses_without_a_backward_pass_are_refused() -> None:
 
 
 def test_choice() -> None:
-    assert choose("auto", CPU, [], ALONE)[0] == "on"
+    assert choose("on", CPU, [], ALONE)[0] == "on"
+    assert choose("auto", CPU, [], ALONE)[0] == "off"
     assert choose("off", CPU, [], ALONE)[0] == "off"
     value, why = choose("auto", CPU, ["a reason", "another"], ALONE)
     assert value == "off" and "a reason" in why
