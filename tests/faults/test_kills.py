@@ -193,6 +193,8 @@ def test_a_request_to_stop_at_a_random_place(
         statuses = run_ranks(arguments, log, given)
         said = f"seed {seed}, {given}: {log.read_text(errors='replace')[-4000:]}"
         assert statuses == [0, 0], said
+        if "stopped before training" in said:
+            continue  # nothing is written
         record = json.loads((stopped / "stop.json").read_text())
         by_a_person = given.number == signal.SIGINT
         assert (record["status"], record["again"]) == (0, not by_a_person), said

@@ -22,7 +22,7 @@ from typing import Any
 
 from trp_scale.config.files import read_yaml
 from trp_scale.config.registry import runs
-from trp_scale.errors import RefusedError, nearest, quote
+from trp_scale.errors import RefusedError, nearest, quote, shorten
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 """Folder of the package's recipes."""
@@ -102,7 +102,7 @@ def recipe_path(name_or_path: str, named_by: str = "--recipe", source: str = "")
     Raises:
         RefusedError: no such recipe or file.
     """
-    path, words = Path(name_or_path), f"{named_by} {source or name_or_path}"
+    path, words = Path(name_or_path), f"{named_by} {shorten(source or name_or_path, 1000)}"
     if _is_name(name_or_path):
         if name_or_path in registered_recipes:
             return registered_recipes[name_or_path].path

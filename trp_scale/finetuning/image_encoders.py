@@ -232,6 +232,8 @@ def _list_differences(model: nn.Module) -> list[str]:
     """Describe features of the model that `ImageEncoder` does not support."""
     if type(model).__name__ != "VisionTransformer":
         return [f"class {type(model).__name__}"]
+    if not len(model.blocks):  # type: ignore[arg-type]
+        return ["no blocks"]
     block: Any = model.blocks[0]  # type: ignore[index]
     vit: Any = model
     odd = {

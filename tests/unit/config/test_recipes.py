@@ -96,6 +96,10 @@ def test_what_cannot_be_extended_is_refused(tmp_path: Path, text: str, expected:
     assert expected in refusal(write(tmp_path, mine=text))
 
 
+def test_a_long_name_is_shortened(tmp_path: Path) -> None:
+    assert len(refusal(write(tmp_path, mine=f"extends: {'a' * 3000}\n"))) < 4000
+
+
 def test_a_circle_names_its_files(tmp_path: Path) -> None:
     files = {"a": "extends: b.yaml\n", "b": "extends: c.yaml\n", "c": "extends: a.yaml\n"}
     message = refusal(write(tmp_path, **files))

@@ -246,6 +246,7 @@ def refuse_to_open(path: Path, *named: str) -> None:
         ({"init_values": 1e-4}, "layer scale"),
         ({"class_token": False, "global_pool": "avg"}, "no class token"),
         ({"reg_tokens": 2}, "registers"),
+        ({"depth": 0}, "no blocks"),
         ({"no_embed_class": True}, "no position of the class token"),
         ({"pre_norm": True}, "a norm before the blocks"),
         ({"qk_norm": True}, "normalised queries"),
