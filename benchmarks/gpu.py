@@ -40,7 +40,7 @@ import tyro
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read once; checks of equal steps need it
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.gpu_captured import captured
+from benchmarks.gpu_captured import captured_steps
 from benchmarks.gpu_images import images, modalities
 from benchmarks.gpu_parity import parity, waits
 from benchmarks.gpu_ranks import ranks
@@ -50,7 +50,7 @@ from trp_scale.storage.files import write_json
 
 Section = Literal["captured", "ranks", "parity", "waits", "images", "modalities"]
 SECTIONS: dict[Section, Callable[[Setting], Iterator[Item]]] = {
-    "captured": captured,
+    "captured": captured_steps,
     "ranks": ranks,
     "parity": parity,
     "waits": waits,

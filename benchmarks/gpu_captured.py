@@ -106,8 +106,8 @@ def captured_training(setting: Setting, work: Workload, way: Way = BF16) -> Iter
     work.config.training.capture = "on"
     with training(setting, "plain", work) as trainer:
         trainer.control.shapes = lambda: trainer.source.next_window()[:1]
-        assert isinstance(trainer.engine, PlainEngine) and trainer.engine.captured is not None
-        yield trainer, trainer.engine.captured
+        assert isinstance(trainer.engine, PlainEngine) and trainer.engine.captured_graphs is not None
+        yield trainer, trainer.engine.captured_graphs
 
 
 def set_way(work: Workload, way: Way = BF16) -> Workload:
@@ -132,7 +132,7 @@ def capture(trainer: Trainer, captured: Captured) -> None:
 def use_graphs(trainer: Trainer, captured: Captured | None) -> None:
     """Make the next steps with these graphs, or without."""
     assert isinstance(trainer.engine, PlainEngine)
-    trainer.engine.captured = captured
+    trainer.engine.captured_graphs = captured
 
 
 def several_steps(trainer: Trainer, captured: Captured | None) -> Callable[[], None]:
@@ -363,7 +363,7 @@ def steps_are_equal(setting: Setting, case: str) -> Figures:
             work.config.training.capture = "on" if enabled else "off"
             with training(setting, "plain", work) as trainer:
                 assert isinstance(trainer.engine, PlainEngine) and isinstance(trainer.observer, Notes)
-                captured = trainer.engine.captured
+                captured = trainer.engine.captured_graphs
                 if captured is not None:
                     window = trainer.source.next_window()
                     trainer.control.shapes = partial(list, window[:1])
@@ -422,7 +422,7 @@ def cannot_capture(setting: Setting) -> str:
     return "" if setting.device.type in RECORDERS else NEEDS_GPU
 
 
-def captured(setting: Setting) -> Iterator[Item]:
+def captured_steps(setting: Setting) -> Iterator[Item]:
     """Equal steps, then times; what takes long to compile comes last."""
     lacking = cannot_capture(setting)
     for case in CASES:

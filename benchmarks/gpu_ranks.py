@@ -178,7 +178,7 @@ def against_plain(runs: Runs, model: str, name: str, layout: Layout, **more: str
     return distance(runs.train(model, name, layout, **more), reference)
 
 
-def captured(runs: Runs, model: str) -> Figures:
+def captured_ddp(runs: Runs, model: str) -> Figures:
     """Captured steps of ddp against plain's, with the reduction of buckets in the backward graph."""
     name = "ddp captured"
     figures = against_plain(runs, model, name, LAYOUTS["ddp"], training__capture="on")
@@ -237,7 +237,9 @@ def ranks(setting: Setting) -> Iterator[Item]:
         runs = Runs(setting, Path(folder))
         yield Item(name="collectives", measure=partial(collectives, runs), seconds=30)
         lacking = "" if setting.device.type in RECORDERS else NEEDS_GPU
-        yield Item(name=f"{first}, ddp captured", measure=partial(captured, runs, first), seconds=40, lacking=lacking)
+        yield Item(
+            name=f"{first}, ddp captured", measure=partial(captured_ddp, runs, first), seconds=40, lacking=lacking
+        )
         for engines in (("FSDP2", "ZeRO 2"), ("ZeRO 2", "FSDP2")):
             yield Item(
                 name=f"{first}, {engines[0]} resumed under {engines[1]}",

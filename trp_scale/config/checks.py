@@ -48,7 +48,7 @@ def against_capturing(config: Config, engine: str, ranks: int) -> list[str]:
     split the batch."""
     parts = [section for section in sections(config).values() if isinstance(section, Section)]
     reasons = [*(reason for part in parts for reason in part.against_capturing(config)), *config.against_capturing()]
-    return [*engine_rules(engine).uncaptured(config, ranks), *reasons]
+    return [*engine_rules(engine).capture_problems(config, ranks), *reasons]
 
 
 def hook_problems(config: Config) -> Iterator[str]:
@@ -86,7 +86,7 @@ class EngineRules(Settings):
         """Yield settings that this engine refuses: flag, value and allowed values."""
         return iter(())
 
-    def uncaptured(self, config: Any, ranks: int) -> Iterator[str]:
+    def capture_problems(self, config: Any, ranks: int) -> Iterator[str]:
         """Yield reasons why this engine cannot capture micro-batches (`training.capture`) on `ranks` data ranks."""
         yield f"the engine {self.kind} does not support it"
 

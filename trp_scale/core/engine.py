@@ -111,7 +111,7 @@ class Trains(Protocol):
         ...
 
     @property
-    def captured(self) -> CapturedGraphs | None:
+    def captured_graphs(self) -> CapturedGraphs | None:
         """Captured micro-batches; `None` if they are not captured."""
         ...
 

@@ -50,8 +50,8 @@ class Objective(Protocol):
 
 def task_losses(objective: Objective, engine: Trains, batch: Batch) -> TaskLosses:
     """Compute the losses of a batch, with the engine's captured or compiled graph if it includes them."""
-    if engine.captured is not None:
-        return engine.captured.losses(objective, batch)
+    if engine.captured_graphs is not None:
+        return engine.captured_graphs.losses(objective, batch)
     if engine.graphs is None:
         return objective(engine, batch)
     return engine.graphs.losses(objective, engine, batch)

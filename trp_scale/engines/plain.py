@@ -105,7 +105,7 @@ class PlainEngine(ShardOperations):
         self._norm = torch.zeros(())
         self._steps = torch.zeros((), dtype=torch.int64, device=device)  # on the device, which decides what is applied
         self._exact = False
-        self.captured = self.build_captured()
+        self.captured_graphs = self.build_captured()
 
     def build_captured(self) -> Captured | None:
         """Return the graphs of micro-batches; `None` if they are not captured."""
@@ -113,11 +113,11 @@ class PlainEngine(ShardOperations):
             return None
         compiled, batch = self.graphs, self.config.batch
 
-        def losses_of(objective: Objective, micro: Batch) -> TaskLosses:
+        def compute_losses(objective: Objective, micro: Batch) -> TaskLosses:
             return objective(self, micro) if compiled is None else compiled.losses(objective, self, micro)
 
         alone = batch.micro_size * self.data_group.size == batch.global_size
-        return Captured(self, losses_of, several=not alone)
+        return Captured(self, compute_losses, several=not alone)
 
     def place(self, module: nn.Module) -> nn.Module:
         """Move the model to the device; FSDP2 shards it here."""
@@ -143,7 +143,7 @@ class PlainEngine(ShardOperations):
         return self.config.training.precision == "bf16" and not self._exact and not self.rounds_weights
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
-        if self.captured is None or not self.captured.backward(loss, last=last):
+        if self.captured_graphs is None or not self.captured_graphs.backward(loss, last=last):
             self.accumulate(loss, last=last)
 
     def accumulate(self, loss: Tensor, *, last: bool, retain_graph: bool = False) -> None:
@@ -292,6 +292,6 @@ class PlainEngine(ShardOperations):
         return {name: parameter.detach().float().cpu().clone() for name, parameter in self.named_parameters()}
 
     def close(self) -> None:
-        if self.captured is not None:
-            self.captured.close()
+        if self.captured_graphs is not None:
+            self.captured_graphs.close()
         self.optimizer.zero_grad(set_to_none=True)

@@ -19,7 +19,7 @@ class PlainRules(EngineRules):
     one_process = True
     layouts = "trp_scale.planning.layouts:PlainLayout"
 
-    def uncaptured(self, config: Config, ranks: int) -> Iterator[str]:
+    def capture_problems(self, config: Config, ranks: int) -> Iterator[str]:
         return iter(())
 
 
@@ -30,7 +30,7 @@ class DdpRules(EngineRules):
 
     layouts = "trp_scale.planning.layouts:DdpLayout"
 
-    def uncaptured(self, config: Config, ranks: int) -> Iterator[str]:
+    def capture_problems(self, config: Config, ranks: int) -> Iterator[str]:
         return iter(())
 
 
@@ -46,7 +46,7 @@ class FsdpRules(EngineRules):
     def keeps_states_in_files(self, config: Config) -> bool:
         return bool(config.fsdp.offload_directory)
 
-    def uncaptured(self, config: Config, ranks: int) -> Iterator[str]:
+    def capture_problems(self, config: Config, ranks: int) -> Iterator[str]:
         batch = config.batch
         if config.fsdp.offload:
             yield "--fsdp.offload copies weights on the host"

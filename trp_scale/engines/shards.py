@@ -84,7 +84,7 @@ class ShardOperations(ABC):
     data_group: Group
     unpublished: bool = False
     micro_batches: MicroBatchSquares | None = None
-    captured: Captured | None = None
+    captured_graphs: Captured | None = None
 
     @property
     def shard_group(self) -> Group:

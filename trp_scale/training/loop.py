@@ -176,8 +176,8 @@ class Trainer:
     def run(self) -> str:
         """Train up to `training.steps` and return why the loop ended. The last step always has a checkpoint."""
         self.engine.train(True)
-        if self.engine.captured is not None and self.state.step < self.config.training.steps:
-            self.rehearse(self.engine.captured)
+        if self.engine.captured_graphs is not None and self.state.step < self.config.training.steps:
+            self.rehearse(self.engine.captured_graphs)
         try:
             with garbage_collected_between_steps() as collect:
                 if self._too_many_skipped():  # already before the resume
@@ -245,7 +245,7 @@ class Trainer:
         """
         self.control.begin_step(self.state.step + 1)
         started, used, waited = time.perf_counter(), time.process_time(), self.control.waited_seconds()
-        captured = self.engine.captured
+        captured = self.engine.captured_graphs
         replays = 0 if captured is None else captured.replays
         go_back = self.control.mark()
         window = self._next_window()
@@ -300,7 +300,7 @@ class Trainer:
     def rehearse(self, captured: CapturedGraphs) -> None:
         """Capture the graphs of all shapes of a window, and compare their results with those of passes without graphs.
         Leaves no trace in weights and hooks. Collective."""
-        windows = [self._window_of(micro) for micro in self.control.shapes()]
+        windows = [self._rehearsal_window(micro) for micro in self.control.shapes()]
         step = self.state.step
         without = [self._rehearse_window(window, step + 1) for window in windows]
         with captured.capturing():
@@ -312,7 +312,7 @@ class Trainer:
             captured.give_up(f"losses or gradient norms of the graphs differ by {distance:.1e} from those without")
         captured.replays = captured.others = 0
 
-    def _window_of(self, micro: Batch) -> list[Batch]:
+    def _rehearsal_window(self, micro: Batch) -> list[Batch]:
         """Return a window of this micro-batch with a first, a middle and a last one, if windows have as many."""
         batch = self.config.batch
         return [micro] * min(3, batch.global_size // batch.micro_rows // self.engine.data_group.size)

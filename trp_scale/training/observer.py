@@ -87,7 +87,7 @@ class StartUp:
     """
 
     def __init__(self, engine: Trains, say: Callable[[str], None]) -> None:
-        self.graphs, self.captured, self.say = engine.graphs, engine.captured, say
+        self.graphs, self.captured, self.say = engine.graphs, engine.captured_graphs, say
         self.seconds: float | None = None
         self.compiling = 0.0
         self._begun = False

@@ -16,11 +16,11 @@ TRIED += ("minimax over plain, 64 rows", "AdPE ViT-B, relative, 64 rows")
 
 def items() -> dict[str, gpu_captured.Item]:
     with recorded_on_cpu():
-        return {item.name: item for item in gpu_captured.captured(SETTING)}
+        return {item.name: item for item in gpu_captured.captured_steps(SETTING)}
 
 
 def test_without_a_gpu_nothing_is_measured() -> None:
-    assert all("needs a GPU" in item.lacking for item in gpu_captured.captured(SETTING))
+    assert all("needs a GPU" in item.lacking for item in gpu_captured.captured_steps(SETTING))
 
 
 @pytest.mark.parametrize("name", TRIED)

@@ -87,12 +87,12 @@ def backward(engine: PlainEngine, objective: Squares, micro: Batch) -> None:
 def captured_engine(objective: Squares, *shapes: Batch) -> PlainEngine:
     """Engine with graphs of these shapes."""
     engine = engine_of("on")
-    assert engine.captured is not None
-    with engine.captured.capturing():
+    assert engine.captured_graphs is not None
+    with engine.captured_graphs.capturing():
         for micro in shapes:
             backward(engine, objective, micro)
             engine.discard_gradients()
-    engine.captured.replays = engine.captured.others = 0
+    engine.captured_graphs.replays = engine.captured_graphs.others = 0
     return engine
 
 
@@ -119,7 +119,10 @@ def test_gradients_of_a_window(deep: tuple[bool, ...]) -> None:
         assert_equal_gradients(engine, eager)
         for each in (eager, engine):
             each.discard_gradients()
-    assert engine.captured is not None and (engine.captured.replays, engine.captured.others) == (4, 0)
+    assert engine.captured_graphs is not None and (engine.captured_graphs.replays, engine.captured_graphs.others) == (
+        4,
+        0,
+    )
 
 
 def test_a_window_with_an_uncaptured_micro_batch() -> None:
@@ -129,8 +132,11 @@ def test_a_window_with_an_uncaptured_micro_batch() -> None:
         for each in (eager, engine):
             backward(each, objective, batch(rows, rows=rows))
     assert_equal_gradients(engine, eager)
-    assert engine.captured is not None and (engine.captured.replays, engine.captured.others) == (2, 2)
-    assert len(engine.captured.notices) == 1 and "inputs [2, 4]" in engine.captured.notices[0]
+    assert engine.captured_graphs is not None and (engine.captured_graphs.replays, engine.captured_graphs.others) == (
+        2,
+        2,
+    )
+    assert len(engine.captured_graphs.notices) == 1 and "inputs [2, 4]" in engine.captured_graphs.notices[0]
 
 
 def test_the_gradient_of_an_extra() -> None:
@@ -154,12 +160,12 @@ def test_the_gradient_of_an_extra() -> None:
 def test_losses_of_a_pass_remain_after_the_next() -> None:
     objective = Squares()
     engine = engine_of("on")
-    assert engine.captured is not None
+    assert engine.captured_graphs is not None
     with torch.no_grad():
-        with engine.captured.capturing():
+        with engine.captured_graphs.capturing():
             task_losses(objective, engine, batch(0))
         first, second = (task_losses(objective, engine, batch(seed)).sums for seed in (1, 2))
-        assert engine.captured.replays == 3
+        assert engine.captured_graphs.replays == 3
         assert torch.equal(first, task_losses(objective, engine_of("off"), batch(1)).sums) and not first.equal(second)
 
 
@@ -169,8 +175,8 @@ def test_an_objective_that_reads_a_number_runs_without_graphs() -> None:
     for each in (eager, engine):
         backward(each, objective, batch(1))
     assert_equal_gradients(engine, eager)
-    assert engine.captured is not None and engine.captured.replays == 0
-    assert [HostReadError.__name__ in notice for notice in engine.captured.notices] == [True]
+    assert engine.captured_graphs is not None and engine.captured_graphs.replays == 0
+    assert [HostReadError.__name__ in notice for notice in engine.captured_graphs.notices] == [True]
 
 
 def test_a_hidden_input_is_seen() -> None:

@@ -39,7 +39,7 @@ class Fixed:
     """A model that gives these outputs, row after row, and an engine of it."""
 
     device, data_group = torch.device("cpu"), ALONE
-    graphs = captured = None
+    graphs = captured_graphs = None
 
     def __init__(self, *outputs: Tensor) -> None:
         self.outputs, self.given = outputs, 0

@@ -136,7 +136,7 @@ class PassEngine:
 
     data_group = ALONE
     device = CPU
-    graphs = captured = None
+    graphs = captured_graphs = None
 
     def __init__(self, forward: Watched) -> None:
         self.forward = forward

@@ -93,7 +93,7 @@ def stand_in_run(settings: Settings, objective: Any, steps_per_epoch: int = 0) -
 class StandInEngine:
     """What a balancer may ask of an engine."""
 
-    graphs = captured = None
+    graphs = captured_graphs = None
 
     data_group: Group = ALONE
     device: torch.device = CPU
