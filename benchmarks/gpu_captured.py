@@ -144,8 +144,8 @@ def several_steps(trainer: Trainer, captured: Captured | None) -> Callable[[], N
         before = captured.replays if captured else 0
         for _ in range(CALLS):
             trainer.train_step()
-        if captured is not None and (captured.others or captured.replays < before + CALLS):
-            raise RuntimeError(f"{captured.others} micro-batches ran without a graph, {captured.replays} with one")
+        if captured is not None and (captured.uncaptured or captured.replays < before + CALLS):
+            raise RuntimeError(f"{captured.uncaptured} micro-batches ran without a graph, {captured.replays} with one")
 
     return call
 
@@ -385,8 +385,8 @@ def steps_are_equal(setting: Setting, case: str) -> Figures:
         "first_unequal": unequal[:3],
         "losses": losses[1],
         "replays": captured.replays,
-        "others": captured.others,
-        "as_expected": equal and captured.others == 0 and captured.replays >= CHECKED_STEPS,
+        "uncaptured": captured.uncaptured,
+        "as_expected": equal and captured.uncaptured == 0 and captured.replays >= CHECKED_STEPS,
     }
 
 

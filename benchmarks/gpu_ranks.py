@@ -183,7 +183,7 @@ def captured_ddp(runs: Runs, model: str) -> Figures:
     name = "ddp captured"
     figures = against_plain(runs, model, name, LAYOUTS["ddp"], training__capture="on")
     summary = json.loads((runs.train(model, name, LAYOUTS["ddp"]) / "summary.json").read_text())["captured"]
-    replayed = summary["replays"] > 0 and summary["others"] == 0
+    replayed = summary["replays"] > 0 and summary["uncaptured"] == 0
     return {**figures, **summary, "as_expected": bool(figures["as_expected"]) and replayed}
 
 

@@ -92,7 +92,7 @@ def test_a_captured_run_equals_an_uncaptured_one(text: Path, image_dataset: Path
             assert pretrain_here(arguments(case, text, image_dataset, tmp_path / str(enabled))) == 0
     assert_equal_runs(tmp_path / "False", tmp_path / "True")
     captured = json.loads((tmp_path / "True" / "summary.json").read_text())["captured"]
-    assert captured["replays"] >= 4 and captured["others"] == 0
+    assert captured["replays"] >= 4 and captured["uncaptured"] == 0
 
 
 @pytest.mark.parametrize("how", ["blocks", "whole"])
@@ -206,4 +206,4 @@ def test_graphs_with_other_results_are_not_used(text: Path, tmp_path: Path, monk
             assert pretrain_here(arguments("minimax", text, text, tmp_path / name)) == 0
     assert_equal_runs(tmp_path / "uncaptured", tmp_path / "captured")
     captured = json.loads((tmp_path / "captured" / "summary.json").read_text())["captured"]
-    assert captured["replays"] == 0 and captured["others"] > 0
+    assert captured["replays"] == 0 and captured["uncaptured"] > 0

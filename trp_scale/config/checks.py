@@ -33,22 +33,28 @@ def general_problems(config: Config) -> Iterator[str]:
 def cautions(config: Config, steps_per_epoch: int = 0) -> list[str]:
     """Return warnings about allowed but rarely intended settings, for the log. `steps_per_epoch`: number of global
     batches in the training rows; 0 = not known yet."""
-    parts = [section for section in sections(config).values() if isinstance(section, Section)]
-    return [*(line for part in parts for line in part.cautions(config, steps_per_epoch)), *config.cautions()]
+    return [
+        *(line for part in _config_sections(config) for line in part.cautions(config, steps_per_epoch)),
+        *config.cautions(),
+    ]
 
 
 def against_compiling(config: Config) -> list[str]:
     """Return the reasons not to compile with `training.compile auto`."""
-    parts = [section for section in sections(config).values() if isinstance(section, Section)]
-    return [*(reason for part in parts for reason in part.against_compiling(config)), *config.against_compiling()]
+    reasons = [reason for part in _config_sections(config) for reason in part.against_compiling(config)]
+    return [*reasons, *config.against_compiling()]
 
 
 def against_capturing(config: Config, engine: str, ranks: int) -> list[str]:
     """Return the reasons why the micro-batches of a run cannot be captured (`training.capture`). `ranks`: ranks that
     split the batch."""
-    parts = [section for section in sections(config).values() if isinstance(section, Section)]
-    reasons = [*(reason for part in parts for reason in part.against_capturing(config)), *config.against_capturing()]
-    return [*engine_rules(engine).capture_problems(config, ranks), *reasons]
+    reasons = [reason for part in _config_sections(config) for reason in part.against_capturing(config)]
+    return [*engine_rules(engine).capture_problems(config, ranks), *reasons, *config.against_capturing()]
+
+
+def _config_sections(config: Config) -> list[Section]:
+    """Return the sections of a run that declare cautions and reasons."""
+    return [section for section in sections(config).values() if isinstance(section, Section)]
 
 
 def hook_problems(config: Config) -> Iterator[str]:

@@ -71,12 +71,12 @@ class CapturedGraphs(Protocol):
 
     Attributes:
         replays: micro-batches of steps that ran as graphs.
-        others: micro-batches of steps that ran without.
+        uncaptured: micro-batches of steps that ran without.
         notices: lines for the log, oldest first.
     """
 
     replays: int
-    others: int
+    uncaptured: int
     notices: list[str]
 
     def losses(self, objective: Objective, batch: Batch) -> TaskLosses:

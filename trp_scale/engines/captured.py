@@ -3,12 +3,12 @@
 A micro-batch is cut at the loss sums of its tasks. The first graph is the objective's forward pass to the sums.
 Balancer and hooks run as without capture, on a detached copy of the sums, whose gradient is one coefficient for each
 task. The second graph is the backward pass from these coefficients to the gradients of the parameters, with the
-engine's reduction. So weights that change between steps are not frozen in a graph.
+engine's reduction. So task weights that change between steps are not frozen.
 
-A graph reads and writes fixed memory. Fields and extras of a batch are copied there before the forward graph. After the
-backward graph, the gradients of extras are added to those of the hooks' tensors, and the parameters' `.grad` are set to
-fixed tensors. Dropout is seeded per micro-batch outside of the graphs. All graphs of an engine share one memory pool,
-because a micro-batch is finished before the next begins.
+A graph reads and writes static memory. Fields and extras of a batch are copied there before the forward graph. After
+the backward graph, the gradients of extras are added to those of the hooks' tensors, and the parameters' `.grad` are
+set to static tensors. Dropout is seeded per micro-batch outside of the graphs. All graphs of an engine share one memory
+pool, because a micro-batch is finished before the next begins.
 
 Graphs are captured before the first step, for each mode (shapes of the batch, extras, with or without gradients). Other
 modes run without a graph and are counted.
@@ -94,7 +94,7 @@ class CapturedEngine(Protocol):
 
     @property
     def reduces(self) -> bool:
-        """Whether the last backward pass of a window differs from the others."""
+        """Whether the last backward pass of a window differs from the uncaptured."""
         ...
 
     def accumulate(self, loss: Tensor, *, last: bool, retain_graph: bool = False) -> None:
@@ -129,8 +129,8 @@ class Backward:
 
     Attributes:
         replay: does its work.
-        gradients: gradient of each parameter that has one, by its position among the engine's, in fixed memory.
-        extras: gradient of each extra that has one, in fixed memory.
+        gradients: gradient of each parameter that has one, by its position among the engine's, in static memory.
+        extras: gradient of each extra that has one, in static memory.
     """
 
     replay: Replay
@@ -143,10 +143,10 @@ class Mode:
     """Graphs for micro-batches of the same shapes.
 
     Attributes:
-        batch: fixed memory of fields and extras.
-        losses: fixed memory of the results.
+        batch: static memory of fields and extras.
+        losses: static memory of the results.
         forward: does the work of the forward pass.
-        coefficients: [T] float64, fixed memory of the gradient of the sums.
+        coefficients: [T] float64, static memory of the gradient of the sums.
         backwards: backward graphs by (first of the window, last of the window); empty without gradients.
     """
 
@@ -169,12 +169,12 @@ class Captured:
     """Graphs of an engine's micro-batches.
 
     Args:
-        engine: plain or ddp.
+        engine: plain, ddp or FSDP2.
         losses_of: computes the losses of a micro-batch without a graph; may be compiled.
         several: windows may have more than one micro-batch.
     Attributes:
         replays: number of micro-batches of steps with a graph.
-        others: number of micro-batches of steps without one.
+        uncaptured: number of micro-batches of steps without one.
         notices: lines for the log.
     """
 
@@ -183,10 +183,10 @@ class Captured:
     ) -> None:
         self.engine, self.losses_of, self.several = engine, losses_of, several
         self.recorder = RECORDERS[engine.device.type](engine.device)
-        self.replays = self.others = 0
+        self.replays = self.uncaptured = 0
         self.notices: list[str] = []
         self._modes: dict[Any, Mode] = {}
-        self._fixed: dict[int, Tensor] = {}  # gradients of parameters, by position
+        self._static_gradients: list[Tensor] = []  # one for each parameter
         self._captures = False
         self._unfinished: Unfinished | None = None
 
@@ -209,7 +209,7 @@ class Captured:
         """Drop the graphs and their memory. NCCL waits at the end of a process for graphs with its operations."""
         self.engine.discard_gradients()
         self._modes.clear()
-        self._fixed.clear()
+        self._static_gradients.clear()
         self._unfinished = None
 
     def losses(self, objective: Objective, batch: Batch) -> TaskLosses:
@@ -230,10 +230,10 @@ class Captured:
             )
         self.replays += 1
         with torch.no_grad():
-            for name, fixed in mode.batch.fields.items():
-                fixed.copy_(batch.fields[name], non_blocking=True)
-            for name, fixed in mode.batch.extras.items():
-                fixed.copy_(batch.extras[name])
+            for name, static in mode.batch.fields.items():
+                static.copy_(batch.fields[name], non_blocking=True)
+            for name, static in mode.batch.extras.items():
+                static.copy_(batch.extras[name])
             mode.forward()
             # Copies, because the next micro-batch overwrites them
             sums, counts = mode.losses.sums.clone(), mode.losses.counts.clone()
@@ -243,7 +243,7 @@ class Captured:
         return TaskLosses(sums=sums, counts=counts, shared_inputs=mode.losses.shared_inputs)
 
     def _note_uncaptured(self, batch: Batch) -> None:
-        self.others += 1
+        self.uncaptured += 1
         if self._modes and not self.notices:
             shapes = ", ".join(f"{name} {list(value.shape)}" for name, value in batch.fields.items())
             self.notices.append(f"micro-batches of these shapes are not captured: {shapes}")
@@ -273,17 +273,17 @@ class Captured:
 
     @torch.no_grad()
     def _backward_graph(self, mode: Mode, *, last: bool) -> Backward:
-        """Return the backward graph for the present gradients, which are in fixed memory then."""
+        """Return the backward graph for the present gradients, which are in static memory then."""
         first, holders = mode.backwards[True, last], self.engine.gradient_holders()
         if all(holders[number].grad is None for number in first.gradients):
             return first
         graph = mode.backwards[False, last]
         for number in graph.gradients:
-            gradient, fixed = holders[number].grad, self._fixed[number]
+            gradient, static = holders[number].grad, self._static_gradients[number]
             if gradient is None:
-                fixed.zero_()
-            elif gradient is not fixed:  # of a micro-batch without a graph
-                fixed.copy_(gradient)
+                static.zero_()
+            elif gradient is not static:  # of a micro-batch without a graph
+                static.copy_(gradient)
         return graph
 
     def _try_capture(self, key: Any, objective: Objective, batch: Batch) -> None:
@@ -297,15 +297,15 @@ class Captured:
     def _capture(self, objective: Objective, batch: Batch) -> Mode:
         """Capture the graphs of a mode. Drops the gradients of the present window."""
         self.engine.discard_gradients()
-        fixed = fixed_batch(batch)
+        static = static_batch(batch)
         coefficients = torch.zeros(len(objective.tasks), dtype=torch.float64, device=self.engine.device)
 
         def forward() -> tuple[TaskLosses, Tensor]:
-            losses = self.losses_of(objective, fixed)
+            losses = self.losses_of(objective, static)
             return losses, losses.sums @ coefficients
 
         (losses, total), replay = self.recorder.record(forward)
-        mode = Mode(batch=fixed, losses=losses, forward=replay, coefficients=coefficients)
+        mode = Mode(batch=static, losses=losses, forward=replay, coefficients=coefficients)
         self.engine.forget_forward_events()
         if total.requires_grad:
             reduces = self.engine.reduces
@@ -327,17 +327,17 @@ class Captured:
         """
         self.engine.discard_gradients()
         holders, extras = self.engine.gradient_holders(), mode.batch.extras
-        if not self._fixed:  # for all parameters: a graph of a window's last micro-batch reads those of other modes
-            self._fixed.update((number, torch.zeros_like(holder)) for number, holder in enumerate(holders))
-        for number, fixed in self._fixed.items():
-            holders[number].grad = None if first else fixed
+        if not self._static_gradients:  # for all: the graph of a window's last micro-batch reads those of other modes
+            self._static_gradients = [torch.zeros_like(holder) for holder in holders]
+        for holder, static in zip(holders, self._static_gradients, strict=True):
+            holder.grad = None if first else static
         for extra in extras.values():
             extra.grad = None
 
         def backward() -> dict[int, Tensor]:
             self.engine.accumulate(total, last=last, retain_graph=True)
             gradients = {number: holder.grad for number, holder in enumerate(holders) if holder.grad is not None}
-            return {number: self._fix(number, gradient) for number, gradient in gradients.items()}
+            return {number: self._to_static(number, gradient) for number, gradient in gradients.items()}
 
         gradients, replay = self.recorder.record(backward)
         if not first:  # without parameters that take no part
@@ -350,12 +350,12 @@ class Captured:
         )
 
     @torch.no_grad()
-    def _fix(self, number: int, gradient: Tensor) -> Tensor:
+    def _to_static(self, number: int, gradient: Tensor) -> Tensor:
         """Return a gradient in memory that outlives the graph."""
         if self.engine.owns_gradient(gradient):
             return gradient
-        fixed = self._fixed[number]
-        return fixed if gradient is fixed else fixed.copy_(gradient)
+        static = self._static_gradients[number]
+        return static if gradient is static else static.copy_(gradient)
 
 
 def mode_key(engine: CapturedEngine, objective: Objective, batch: Batch) -> Any:
@@ -366,7 +366,7 @@ def mode_key(engine: CapturedEngine, objective: Objective, batch: Batch) -> Any:
     return *flags, frozenset(tensors), frozenset(extras)
 
 
-def fixed_batch(batch: Batch) -> Batch:
+def static_batch(batch: Batch) -> Batch:
     """Return a copy of a batch; its extras are leaves."""
     fields = {name: value.clone() for name, value in batch.fields.items()}
     extras = {key: value.detach().clone().requires_grad_(value.requires_grad) for key, value in batch.extras.items()}

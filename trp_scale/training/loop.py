@@ -310,7 +310,7 @@ class Trainer:
         distance = largest_distance(torch.stack(graphs), torch.stack(without))
         if not distance <= CAPTURED_DISTANCE[self.config.training.precision]:  # also NaN
             captured.give_up(f"losses or gradient norms of the graphs differ by {distance:.1e} from those without")
-        captured.replays = captured.others = 0
+        captured.replays = captured.uncaptured = 0
 
     def _rehearsal_window(self, micro: Batch) -> list[Batch]:
         """Return a window of this micro-batch with a first, a middle and a last one, if windows have as many."""

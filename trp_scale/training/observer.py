@@ -123,7 +123,7 @@ class StartUp:
             "found": graphs.found(),
             "seconds": graphs.seconds(),
         }
-        captured = self.captured and {"replays": self.captured.replays, "others": self.captured.others}
+        captured = self.captured and {"replays": self.captured.replays, "uncaptured": self.captured.uncaptured}
         return {
             "start_seconds": self.seconds,
             "start_compile_seconds": self.compiling,

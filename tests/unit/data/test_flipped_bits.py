@@ -25,7 +25,7 @@ ARRAYS = ["tokens.npy", "tags.npy", "sentences.npy"]
 
 @pytest.fixture(scope="module")
 def few_outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Counter[str]]:
-    return outcomes_of(2, tmp_path_factory.mktemp("few_flips"))
+    return outcomes_of(4, tmp_path_factory.mktemp("few_flips"))
 
 
 @pytest.fixture(scope="module")

@@ -92,7 +92,7 @@ def captured_engine(objective: Squares, *shapes: Batch) -> PlainEngine:
         for micro in shapes:
             backward(engine, objective, micro)
             engine.discard_gradients()
-    engine.captured_graphs.replays = engine.captured_graphs.others = 0
+    engine.captured_graphs.replays = engine.captured_graphs.uncaptured = 0
     return engine
 
 
@@ -119,7 +119,10 @@ def test_gradients_of_a_window(deep: tuple[bool, ...]) -> None:
         assert_equal_gradients(engine, eager)
         for each in (eager, engine):
             each.discard_gradients()
-    assert engine.captured_graphs is not None and (engine.captured_graphs.replays, engine.captured_graphs.others) == (
+    assert engine.captured_graphs is not None and (
+        engine.captured_graphs.replays,
+        engine.captured_graphs.uncaptured,
+    ) == (
         4,
         0,
     )
@@ -132,7 +135,10 @@ def test_a_window_with_an_uncaptured_micro_batch() -> None:
         for each in (eager, engine):
             backward(each, objective, batch(rows, rows=rows))
     assert_equal_gradients(engine, eager)
-    assert engine.captured_graphs is not None and (engine.captured_graphs.replays, engine.captured_graphs.others) == (
+    assert engine.captured_graphs is not None and (
+        engine.captured_graphs.replays,
+        engine.captured_graphs.uncaptured,
+    ) == (
         2,
         2,
     )
