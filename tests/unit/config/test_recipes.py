@@ -146,7 +146,7 @@ def test_every_recipe_is_listed_with_the_sentence_at_its_head() -> None:
     assert heads == ["trp-scale pretrain --recipe", "trp-scale finetune --recipe"]
     assert sorted(line.split()[0] for line in lines if line not in heads) == known_recipes()
     for name in known_recipes():
-        sentence = summary(RECIPES / f"{name}.yaml")
+        sentence = summary(name)
         assert 20 <= len(sentence) <= 120, sentence
         assert any(name in line and sentence in line for line in lines)
 
