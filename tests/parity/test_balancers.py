@@ -27,6 +27,8 @@ BALANCING: dict[str, dict[str, Any]] = {
     "multimae": {"kind": "uncertainty", "lr": 0.05},
     "kendall": {"kind": "uncertainty", "lr": 0.05, "form": "kendall"},
     "dwa": {"kind": "dwa", "interval_steps": 2, "temperature": 0.05, "total": "paper"},
+    "famo": {"kind": "famo", "lr": 0.1},
+    "stch": {"kind": "stch", "form": "logarithms", "scale": "initial", "mu": 0.1},
     "weights": {"kind": "gradnorm", "lr": 0.05},
     "representation": {"kind": "gradnorm", "lr": 0.05, "at": "representation", "total": "paper"},
 }

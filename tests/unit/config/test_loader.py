@@ -51,7 +51,7 @@ def test_everything_wrong_is_named_at_once_with_the_nearest_name(tmp_path: Path)
     for expected in (
         "optimizer.warmup_step: unknown key; did you mean optimizer.warmup_steps?",
         "balncer: unknown key; did you mean balancer?",
-        "balancer.lr: a setting of kind uncertainty, gradnorm; this run's balancer.kind is minimax",
+        "balancer.lr: a setting of kind famo, uncertainty, gradnorm; this run's balancer.kind is minimax",
         "model.layers is 1.5",
         "model.dropout is 'yes'",
         "training.deterministic is 1",

@@ -131,6 +131,12 @@ class LossReadingBalancer(TaskBalancer):
         smallest = SMALLEST_EXCESS if self.settings.scale == "reference" else SMALLEST_LOSS
         return self.scale_losses(losses).clamp(min=smallest)
 
+    def excess(self, losses: Tensor) -> Tensor:
+        """Return the losses [T] above their references, clamped above 0; unscaled without `scale: reference`."""
+        if self.settings.scale == "reference":
+            return self.remaining_losses(losses)
+        return losses.clamp(min=SMALLEST_LOSS)
+
     def after_step(self, ctx: StepContext) -> None:
         first = torch.where(self.first_losses.isnan() & (ctx.counts > 0), ctx.losses, self.first_losses)
         self.first_losses = ctx.commit(first, self.first_losses)

@@ -61,6 +61,12 @@ class GlobalLossBalancer(LossReadingBalancer):
         keep = self.settings.loss_ema
         return torch.where(self.last_losses.isnan(), losses, keep * self.last_losses + (1 - keep) * losses)
 
+    def fill_unseen(self, values: Tensor) -> Tensor:
+        """Return values [T] with the mean over the tasks seen so far for the others; 0 before the first step."""
+        known = self.balanced & ~self.last_losses.isnan()
+        mean = torch.where(known, values, 0.0).sum() / known.sum().clamp(min=1)
+        return torch.where(known, values, mean)
+
     def eligible(self, counts: Tensor) -> Tensor:
         """Return the present tasks with at least min_count elements, [T] bool; if none has, all present tasks."""
         present = self.present(counts)
@@ -217,10 +223,7 @@ class Minimax(GlobalLossBalancer):
     def lagged_weights(self, ctx: StepContext, eligible: Tensor) -> Tensor:
         """Return softmax weights. A task not seen so far gets the mean score of the others. Before the first step all
         scores are 0 and the weights uniform."""
-        scores = self.scale_losses(self.last_losses)
-        known = self.balanced & ~self.last_losses.isnan()
-        mean = torch.where(known, scores, 0.0).sum() / known.sum().clamp(min=1)
-        return self._softmax(ctx, torch.where(known, scores, mean), eligible)
+        return self._softmax(ctx, self.fill_unseen(self.scale_losses(self.last_losses)), eligible)
 
     def metrics(self) -> Mapping[str, Any]:
         values = dict(super().metrics())

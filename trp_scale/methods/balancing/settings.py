@@ -156,6 +156,37 @@ class GroupDroSettings(GlobalLossSettings):
     first 2,048 rows. batch: elements in the global batch, as before 2026-11-27."""
 
 
+@component("balancer", "famo", "trp_scale.methods.balancing.famo:Famo")
+@dataclass(kw_only=True)
+class FamoSettings(GlobalLossSettings, RatioSettings):
+    """Weights under which all losses fall at the same rate (FAMO, Liu et al. 2023, Algorithm 1)."""
+
+    lr: float = setting(0.025, above=0)
+    """Learning rate of the logits of the weights (Adam)."""
+    gamma: float = setting(1e-5, at_least=0)
+    """Decay of these logits towards 0, which is added to their gradient."""
+
+
+@component("balancer", "stch", "trp_scale.methods.balancing.stch:Stch")
+@dataclass(kw_only=True)
+class StchSettings(GlobalLossSettings):
+    """Smooth Tchebycheff scalarisation: smoothed maximum of preferred losses (Lin et al. 2024)."""
+
+    mu: float = setting(1.0, above=0)
+    """Smoothing of the maximum; the sharpness is 1 / mu."""
+    preference: dict[str, float] = setting(dict)
+    """Factor of each task's loss by task name, above 0; 1 for other tasks."""
+    form: Literal["losses", "logarithms"] = "losses"
+    """Maximum of the losses, or of their logarithms, which have no unit. The authors' multi-task experiments use
+    logarithms with scale = initial."""
+
+    def problems(self, config: Any) -> Iterator[str]:
+        yield from super().problems(config)
+        for task, factor in self.preference.items():
+            if not 0 < factor < float("inf"):
+                yield f"--balancer.preference {task} is {factor:g}; allowed: a number above 0"
+
+
 @component("balancer", "uncertainty", "trp_scale.methods.balancing.uncertainty:Uncertainty")
 @dataclass(kw_only=True)
 class UncertaintySettings(RatioSettings):

@@ -96,6 +96,48 @@ def dwa(tasks: list[int], *, interval: int, temperature: float) -> Reference:
     return weigh
 
 
+def famo(tasks: list[int], *, lr: float, gamma: float) -> Reference:
+    """Liu et al., Algorithm 1, under torch's Adam as in their code; the loss after a step is that of the next batch in
+    which the task is present."""
+    xi = {t: torch.zeros((), dtype=torch.float64, requires_grad=True) for t in tasks}
+    adam = torch.optim.Adam(list(xi.values()), lr=lr, weight_decay=gamma)
+    last: dict[int, float] = {}
+
+    def weigh(seen: Seen) -> dict[int, float]:
+        present = [t for t in tasks if t in seen.losses]
+        moving = [t for t in present if t in last]
+        if moving:
+            z = torch.softmax(torch.stack([xi[t] for t in moving]), 0)
+            fall = torch.tensor([math.log(last[t]) - math.log(seen.loss(t)) for t in moving], dtype=torch.float64)
+            adam.zero_grad(set_to_none=True)
+            (z * fall).sum().backward()
+            adam.step()
+        last.update({t: seen.loss(t) for t in present})
+        powers = {t: math.exp(float(xi[t].detach())) / seen.loss(t) for t in present}
+        return {t: power / sum(powers.values()) for t, power in powers.items()}
+
+    return weigh
+
+
+def stch(tasks: list[int], *, mu: float, preference: dict[int, float], logarithms: bool) -> Reference:
+    """Lin et al.: the gradient of mu log sum exp(p f / mu) by the losses, by autograd, divided by its sum; f = log of
+    the loss over its first value with `logarithms`."""
+    first: dict[int, float] = {}
+
+    def weigh(seen: Seen) -> dict[int, float]:
+        present = [t for t in tasks if t in seen.losses]
+        for t in present:
+            first.setdefault(t, seen.loss(t))
+        losses = [torch.tensor(seen.loss(t), dtype=torch.float64, requires_grad=True) for t in present]
+        values = [torch.log(loss / first[t]) if logarithms else loss for t, loss in zip(present, losses, strict=True)]
+        terms = torch.stack([preference[t] * value / mu for t, value in zip(present, values, strict=True)])
+        gradients = torch.autograd.grad(mu * torch.logsumexp(terms, 0), losses)
+        whole = float(torch.stack(gradients).sum())
+        return {t: float(gradient) / whole for t, gradient in zip(present, gradients, strict=True)}
+
+    return weigh
+
+
 def gradnorm(tasks: list[int], *, at: str, alpha: float, lr: float, smallest: float) -> Reference:
     """Chen et al., Algorithm 1, with a backward pass for each task."""
     w = {t: torch.ones((), dtype=torch.float64, requires_grad=True) for t in tasks}

@@ -12,7 +12,16 @@ import torch
 from torch import Tensor
 
 from tests.unit.methods.balancing.branching import Branching, BranchingObjective, elements, window
-from tests.unit.methods.balancing.plain_references import Reference, Seen, dwa, gradnorm, group_dro, uncertainty
+from tests.unit.methods.balancing.plain_references import (
+    Reference,
+    Seen,
+    dwa,
+    famo,
+    gradnorm,
+    group_dro,
+    stch,
+    uncertainty,
+)
 from tests.unit.methods.balancing.toy import balancer, take_step
 from trp_scale.methods.balancing.gradnorm import SMALLEST_WEIGHT
 
@@ -70,6 +79,18 @@ CASES = {
     "uncertainty kendall": Case(
         settings={"kind": "uncertainty", "lr": 0.05, "form": "kendall"},
         reference=lambda: uncertainty(TASKS, lr=0.05, regression=(1,)),
+    ),
+    "famo": Case(
+        settings={"kind": "famo", "lr": 0.1, "gamma": 0.01},
+        reference=lambda: famo(TASKS, lr=0.1, gamma=0.01),
+    ),
+    "stch": Case(
+        settings={"kind": "stch", "mu": 0.5, "preference": {"b": 2.0}},
+        reference=lambda: stch(TASKS, mu=0.5, preference={0: 1.0, 1: 2.0, 2: 1.0}, logarithms=False),
+    ),
+    "stch logarithms": Case(
+        settings={"kind": "stch", "mu": 0.5, "preference": {"c": 0.5}, "form": "logarithms", "scale": "initial"},
+        reference=lambda: stch(TASKS, mu=0.5, preference={0: 1.0, 1: 1.0, 2: 0.5}, logarithms=True),
     ),
     "dwa": dwa_case("1"),
     "dwa paper": dwa_case("paper"),

@@ -28,6 +28,7 @@ def config(kind: str = "minimax", **balancer: Any) -> Config:
         ({"kind": "group_dro", "rate": 0.0}, "--balancer.rate is 0.0"),
         ({"kind": "uncertainty", "lr": float("nan")}, "--balancer.lr is nan"),
         ({"kind": "dwa", "interval_steps": -1}, "--balancer.interval_steps is -1"),
+        ({"kind": "stch", "preference": {"verb": 0.0}}, "--balancer.preference verb is 0"),
     ],
 )
 def test_a_setting_that_no_run_can_have_is_refused(settings: dict[str, Any], expected: str) -> None:
@@ -44,6 +45,7 @@ def test_a_setting_that_no_run_can_have_is_refused(settings: dict[str, Any], exp
         ({"kind": "group_dro", "estimate": "micro"}, "--balancer.estimate micro"),
         ({"reference": {"verb": 1.0}}, "--balancer.scale is none: it has no effect"),
         ({"kind": "dwa", "scale": "initial"}, "--balancer.scale initial has no effect with --balancer.kind dwa"),
+        ({"kind": "famo", "scale": "initial"}, "--balancer.scale initial has no effect with --balancer.kind famo"),
         ({"kind": "gradnorm", "scale": "initial"}, "--balancer.scale initial has no effect with --balancer.kind gradn"),
         (
             {"kind": "uncertainty", "scale": "reference", "reference": {"verb": 1.0}},
