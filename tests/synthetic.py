@@ -24,7 +24,8 @@ from trp_scale.models.initialise import build_with_initialisers
 from trp_scale.pretraining.pos_bert.batch import kept_positions
 from trp_scale.pretraining.pos_bert.model import BertForMaskedPositions
 from trp_scale.pretraining.pos_bert.settings import PosBertConfig, PosBertObjectiveConfig
-from trp_scale.pretraining.pos_bert.upstream import PosMaskedLanguageModelling
+from trp_scale.pretraining.pos_bert.upstream import PosMaskedLanguageModelling, make_objective
+from trp_scale.pretraining.tasks import SOURCE, has_sources
 from trp_scale.training.decisions import StepAgreement
 from trp_scale.training.loop import Trainer
 
@@ -55,10 +56,21 @@ def row(position: int, absent: tuple[int, ...]) -> dict[str, Tensor]:
     }
 
 
-def batch(positions: range, absent: tuple[int, ...] = ()) -> Batch:
+SOURCES = ("books", "news", "notes")
+
+
+def row_source(position: int) -> int:
+    """Number of the row's source: books 6, news 3 and notes 1 of ten rows on average, so most micro-batches lack one."""
+    generator = torch.Generator().manual_seed(5000 + position)
+    return int(torch.multinomial(torch.tensor([6.0, 3.0, 1.0]), 1, generator=generator))
+
+
+def batch(positions: range, absent: tuple[int, ...] = (), by_source: bool = False) -> Batch:
     """Rows at `positions` as one micro-batch."""
     rows = [row(position, absent) for position in positions]
     fields = {name: torch.stack([each[name] for each in rows]) for name in rows[0]}
+    if by_source:
+        fields[SOURCE] = torch.tensor([row_source(position) for position in positions])
     fields["kept"] = torch.from_numpy(kept_positions(fields["attention_mask"].numpy()))
     return Batch(fields=fields, keys=torch.tensor(list(positions)), start=positions[0])
 
@@ -79,7 +91,10 @@ class SyntheticSource:
         first = self.cursor + self.group.rank * size // self.group.size
         last = first + size // self.group.size
         self.cursor += size
-        return [batch(range(start, start + micro), self.absent(step)) for start in range(first, last, micro)]
+        by_source = has_sources(self.config)
+        return [
+            batch(range(start, start + micro), self.absent(step), by_source) for start in range(first, last, micro)
+        ]
 
 
 class SilentObserver:
@@ -153,7 +168,7 @@ def make_engine(layout: Layout, config: Config, group: Group) -> tuple[Engine, P
     engine = build_engine(
         layout.engine, module, config, device=torch.device("cpu"), data_group=group, ds_document=document
     )
-    return engine, PosMaskedLanguageModelling(config.objective, GROUPS, config.model.hidden_size)
+    return engine, make_objective(config, GROUPS)
 
 
 @dataclass(kw_only=True)

@@ -28,6 +28,7 @@ from trp_scale.data.text.dataset import (
 )
 from trp_scale.pretraining.pos_bert.masking import Masked, TokenMasker
 from trp_scale.pretraining.pos_bert.settings import PosBertConfig
+from trp_scale.pretraining.tasks import source_field
 
 Flags = npt.NDArray[np.bool_]
 
@@ -163,6 +164,7 @@ class TextBatchBuilder:
         self._length = meta.length
         self._pairs = config.objective.next_sentence != "off"
         self._maskings = config.masking.maskings
+        self._config = config
         self._seed = config.training.seed
         self._captured = config.training.capture == "on"
         self._always_masked = self._captured or config.training.compile in ("blocks", "whole")
@@ -192,7 +194,7 @@ class TextBatchBuilder:
         tokens, tags, token_types, pieces, attended = self._lay_out(rows, segments)
         masked = self._masker.mask(tokens, tags, pieces, states)
         present = addresses.present & rows.readable
-        fields = _fields(masked, token_types, attended, segments, present)
+        fields = _fields(masked, token_types, attended, segments, present) | source_field(self._config, addresses)
         if attended.all() and not self._always_masked:
             del fields["attention_mask"]
         else:

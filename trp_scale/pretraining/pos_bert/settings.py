@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from trp_scale.config import MaskingConfig, PretrainConfig, TextModelConfig
 from trp_scale.config.registry import component
-from trp_scale.config.settings import setting
+from trp_scale.config.settings import Section, setting
 
 
 @dataclass(kw_only=True)
-class PosBertObjectiveConfig:
+class PosBertObjectiveConfig(Section):
     """Losses, and the choice of those that are balanced (TRP 4.1)."""
 
+    tasks: Literal["parts_of_speech", "sources", "parts_of_speech_by_sources"] = "parts_of_speech"
+    """Tasks of word prediction: the nine groups of parts of speech, the members of the mixture in data.path, or the
+    groups of each member."""
     other: Literal["outside", "exclude", "unmasked", "task"] = "outside"
     """Words outside the nine groups: outside = added with their natural share n_other / n, exclude = no loss,
     unmasked = never masked, task = a tenth balanced task."""
@@ -24,6 +28,14 @@ class PosBertObjectiveConfig:
     output_bias: Literal["zero", "frequency"] = "zero"
     """Initial bias of the word prediction. frequency: the logarithm of each piece's share in the first training rows.
     Without it, a short run learns little else than these shares. --model.weights replaces this bias."""
+
+    def problems(self, config: Any) -> Iterator[str]:
+        if self.tasks == "sources" and self.other in ("exclude", "task"):
+            yield (
+                f"--objective.other is {self.other} but --objective.tasks is sources, whose tasks have the words of all "
+                "groups; allowed: --objective.other outside or unmasked, or --objective.tasks "
+                "parts_of_speech_by_sources"
+            )
 
 
 @dataclass(kw_only=True)

@@ -28,6 +28,7 @@ from trp_scale.pretraining.base import DataFacts, Outline, Upstream
 from trp_scale.pretraining.pos_bert.batch import keep_all_positions, kept_lengths, open_rows
 from trp_scale.pretraining.pos_bert.model import BertForMaskedPositions, BertOutput, load_bert
 from trp_scale.pretraining.pos_bert.settings import PosBertConfig, PosBertObjectiveConfig
+from trp_scale.pretraining.tasks import SOURCE, blank_source, join_names, source_names
 
 TAPS: dict[TapPlace, Extra] = {"weights": Extra("transform_tap"), "representation": Extra("representation_tap")}
 """Argument of the model for each tap."""
@@ -36,38 +37,52 @@ NEXT_SENTENCE = "next_sentence"
 
 
 class PosMaskedLanguageModelling:
-    """T tasks: the groups in their stored order (the last is `other`, 12-14 % of English words), then next-sentence
-    prediction. `hidden_size` is D, the width of the encoder.
+    """T tasks of words, then next-sentence prediction.
+
+    The tasks of words are the groups in their stored order (the last is `other`, 12-14 % of English words), the sources,
+    or the groups of each source.
+
+    Args:
+        hidden_size: D, the width of the encoder.
+        sources: names of the sources that are separate tasks.
     """
 
     in_a_graph = True
 
-    def __init__(self, config: PosBertObjectiveConfig, groups: Sequence[str], hidden_size: int) -> None:
+    def __init__(
+        self, config: PosBertObjectiveConfig, groups: Sequence[str], hidden_size: int, sources: tuple[str, ...] = ()
+    ) -> None:
         self.config = config
         self.hidden_size = hidden_size
-        self.tasks: tuple[str, ...] = (*groups, NEXT_SENTENCE)
-        self.other = len(groups) - 1
-        self.next_sentence = len(groups)
+        self.groups = len(groups)
+        words = sources if config.tasks == "sources" else join_names(sources, tuple(groups)) if sources else groups
+        self.tasks: tuple[str, ...] = (*words, NEXT_SENTENCE)
+        self.next_sentence = len(words)
+        # The tasks of words outside the nine groups
+        self.other = slice(0) if config.tasks == "sources" else slice(self.groups - 1, self.next_sentence, self.groups)
         self.regression: tuple[int, ...] = ()
-        self.balanced: tuple[int, ...] = tuple(range(self.other))
-        if config.other == "task":
-            self.balanced += (self.other,)
+        outside = () if config.other == "task" else range(*self.other.indices(self.next_sentence))
+        self.balanced: tuple[int, ...] = tuple(task for task in range(self.next_sentence) if task not in outside)
         if config.next_sentence == "inside":
             self.balanced += (self.next_sentence,)
 
     def count(self, batch: Batch) -> Tensor:
         """[T] float64; words without loss count too; without next-sentence prediction its count is 0."""
-        words = batch["label_weights"].flatten().double() @ self._membership(batch)  # [groups]
+        words = batch["label_weights"].flatten().double() @ self._membership(batch)  # [tasks of words]
         rows = batch["row_weights"].double().sum().reshape(1)
         if self.config.next_sentence == "off":
             rows = torch.zeros_like(rows)
         return torch.cat([words, rows])  # [T]
 
     def _membership(self, batch: Batch) -> Tensor:
-        """Return [R * M, groups] float64, 1 where a masked position belongs to a group. bincount would synchronise with
-        the GPU."""
-        groups = batch["label_groups"].flatten()
-        return (groups.unsqueeze(-1) == torch.arange(self.other + 1, device=groups.device)).double()
+        """Return [R * M, tasks of words] float64, 1 where a masked position belongs to a task. bincount would
+        synchronise with the GPU."""
+        task = batch["label_groups"]  # [R, M]
+        if self.config.tasks == "sources":
+            task = batch[SOURCE].unsqueeze(-1).expand_as(task)
+        elif self.config.tasks == "parts_of_speech_by_sources":
+            task = batch[SOURCE].unsqueeze(-1) * self.groups + task
+        return (task.flatten().unsqueeze(-1) == torch.arange(self.next_sentence, device=task.device)).double()
 
     def outside_weights(self, counts: Tensor) -> Tensor:
         """[T] float64: n_other / n for `other: outside`, next_sentence_weight for `next_sentence: outside`, else 0."""
@@ -127,14 +142,19 @@ class PosMaskedLanguageModelling:
         return Tap(TAPS[at], (rows, masked if at == "weights" else 1 + masked, self.hidden_size))
 
     def task_gradients(self, batch: Batch, at: TapPlace, gradient: Tensor) -> dict[int, Tensor]:
-        """Return the gradient at the words of each group, 0 elsewhere."""
+        """Return the gradient at the words of each task, 0 elsewhere."""
         rows = gradient if at == "weights" else gradient[:, 1:]  # [R, M, D]
         words = rows.flatten(0, 1)  # [R * M, D]
-        members = self._membership(batch).to(words.dtype)  # [R * M, groups]
-        parts = {group: words * members[:, group, None] for group in range(self.next_sentence)}
+        members = self._membership(batch).to(words.dtype)  # [R * M, tasks of words]
+        parts = {task: words * members[:, task, None] for task in range(self.next_sentence)}
         if at == "representation":
             parts[self.next_sentence] = gradient[:, 0]  # [R, D]
         return parts
+
+
+def make_objective(config: PosBertConfig, groups: Sequence[str]) -> PosMaskedLanguageModelling:
+    """Return the objective of a run. Raises RefusedError as `source_names`."""
+    return PosMaskedLanguageModelling(config.objective, groups, config.model.hidden_size, source_names(config))
 
 
 COUNTED_ROWS = 2048
@@ -152,8 +172,9 @@ def piece_counts(batch: Batch, meta: TextMeta) -> Tensor:
     return counts
 
 
-def blank_rows(length: int, predicted: int, rows: int) -> Batch:
-    """Return a batch of empty rows without padding, with `predicted` masked positions each."""
+def blank_rows(config: PosBertConfig, length: int, rows: int) -> Batch:
+    """Return a batch of empty rows of `length` pieces, without padding."""
+    predicted = config.masking.limit or round(config.masking.ratio * length)
     fields = {
         **dict.fromkeys(("tokens", "token_types"), torch.zeros(rows, length, dtype=torch.int64)),
         **dict.fromkeys(
@@ -162,6 +183,7 @@ def blank_rows(length: int, predicted: int, rows: int) -> Batch:
         "label_weights": torch.ones(rows, predicted),
         "next_sentence": torch.zeros(rows, dtype=torch.int64),
         "row_weights": torch.ones(rows),
+        **blank_source(config, rows),
     }
     return Batch(fields=fields, keys=torch.arange(rows), start=0)
 
@@ -179,7 +201,7 @@ class TextUpstream(Upstream):
         self.sources = self.open_rank_sources(config, environment)
         self.source = self.sources.train
         self.meta = self.sources.meta
-        self.objective = PosMaskedLanguageModelling(config.objective, self.meta.groups, config.model.hidden_size)
+        self.objective = make_objective(config, self.meta.groups)
         self.positions_per_step = config.batch.global_size * self.meta.length
 
     @classmethod
@@ -194,11 +216,10 @@ class TextUpstream(Upstream):
         model, length = config.model, facts.length or config.model.max_positions
         if length > model.max_positions:
             raise RefusedError(f"--length is {length}, allowed: up to --model.max_positions {model.max_positions}")
-        predicted = config.masking.limit or round(config.masking.ratio * length)
         return Outline(
             model=partial(BertForMaskedPositions, model, vocab_size=facts.vocabulary, seed=config.training.seed),
-            objective=PosMaskedLanguageModelling(config.objective, GROUPS, model.hidden_size),
-            rows=partial(blank_rows, length, predicted),
+            objective=make_objective(config, GROUPS),
+            rows=partial(blank_rows, config, length),
             step_rows=config.batch.global_size,
             positions=length,
         )

@@ -1,0 +1,78 @@
+"""Invariant 1 with tasks by source: the same weights and task weights for every split of the batch and every engine."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import pytest
+import torch
+
+from tests.grids import always, grid
+from tests.parity.compare import RELATIVE, too_far
+from tests.ranks import Ranks
+from tests.synthetic import SOURCES, TWO_RANKS, Layout, Result, row_source, run, small_config, trainer_for
+
+PATH = ",".join(f"{name}:{weight}=DIR" for name, weight in zip(SOURCES, ("0.6", "0.3", "0.1"), strict=True))
+BALANCING: dict[str, dict[str, Any]] = {
+    "minimax": {"kind": "minimax"},
+    "group_dro": {"kind": "group_dro", "rate": 0.3, "adjustment": 1.0, "group_sizes": "batch"},
+    "gradnorm": {"kind": "gradnorm", "lr": 0.05},
+}
+TASKS = ("sources", "parts_of_speech_by_sources")
+
+
+def changes(balancing: str, tasks: str) -> dict[str, Any]:
+    return {
+        "balancer": BALANCING[balancing],
+        "objective": {"tasks": tasks},
+        "data": {"path": PATH},
+        "training": {"steps": 5},
+    }
+
+
+@lru_cache
+def reference(balancing: str, tasks: str) -> Result:
+    """Plain, accumulation 4."""
+    return run(Layout(micro_size=2), changes(balancing, tasks))
+
+
+def differences(ours: Result, theirs: Result) -> list[str]:
+    found = too_far(ours, theirs)
+    for step, (mine, other) in enumerate(zip(ours.steps, theirs.steps, strict=True)):
+        if mine.task_weights != pytest.approx(other.task_weights, rel=RELATIVE, abs=1e-9):
+            found.append(f"task weights of step {step}")
+    return found
+
+
+def test_the_sums_of_sources_add_up_to_those_of_parts_of_speech() -> None:
+    """The loss of all words is the same however it is split; the loss of a source is that of its rows alone."""
+    losses = {}
+    for tasks in ("parts_of_speech", *TASKS):
+        trainer = trainer_for(Layout(), small_config(Layout(micro_size=8), **changes("minimax", tasks)))
+        (micro,) = trainer.source.next_window()
+        losses[tasks] = trainer.objective(trainer.engine, micro)
+        if tasks == "sources":
+            for number, name in enumerate(trainer.objective.tasks[:-1]):
+                rows = [row for row in range(8) if row_source(row) == number]
+                words = micro["label_weights"][rows].sum()
+                assert losses[tasks].counts[number] == words, name
+    by_part, by_source, both = (losses[tasks].sums[:-1].detach() for tasks in ("parts_of_speech", *TASKS))
+    torch.testing.assert_close(both.view(len(SOURCES), -1).sum(0), by_part, rtol=1e-12, atol=0)
+    torch.testing.assert_close(both.view(len(SOURCES), -1).sum(1), by_source, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("tasks", TASKS)
+@pytest.mark.parametrize("balancing", always(BALANCING, "minimax"))
+def test_accumulation_changes_neither_weights_nor_task_weights(balancing: str, tasks: str) -> None:
+    whole = run(Layout(micro_size=8), changes(balancing, tasks))
+    assert whole.moved
+    first, last = whole.steps[0].task_weights, whole.steps[-1].task_weights
+    assert max(abs(a - b) for a, b in zip(first, last, strict=True)) > 1e-3, "the task weights did not change"
+    assert differences(whole, reference(balancing, tasks)) == []
+
+
+@pytest.mark.parametrize(("balancing", "layout"), grid(BALANCING, TWO_RANKS))
+def test_two_ranks_give_the_weights_of_one(two_ranks: Ranks, balancing: str, layout: str) -> None:
+    ours = two_ranks(run, TWO_RANKS[layout], changes(balancing, "sources"))[0]
+    assert differences(ours, reference(balancing, "sources")) == []
