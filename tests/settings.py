@@ -31,6 +31,6 @@ def of_upstream(config: Config, upstream: str) -> Any:
     """The settings of another upstream's run, with the values of `config` for all that it has too."""
     given, document = to_dict(config), to_dict(upstream_settings(upstream)())
     for section, values in document.items():
-        if isinstance(values, dict) and section in given:
+        if isinstance(values, dict) and section in given and section != "objective":
             document[section] = {name: given[section].get(name, value) for name, value in values.items()}
     return from_dict(document)

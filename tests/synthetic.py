@@ -60,7 +60,7 @@ SOURCES = ("books", "news", "notes")
 
 
 def row_source(position: int) -> int:
-    """Number of the row's source: books 6, news 3 and notes 1 of ten rows on average, so most micro-batches lack one."""
+    """Number of the row's source: books 6, news 3 and notes 1 of ten rows on average."""
     generator = torch.Generator().manual_seed(5000 + position)
     return int(torch.multinomial(torch.tensor([6.0, 3.0, 1.0]), 1, generator=generator))
 
@@ -92,9 +92,7 @@ class SyntheticSource:
         last = first + size // self.group.size
         self.cursor += size
         by_source = has_sources(self.config)
-        return [
-            batch(range(start, start + micro), self.absent(step), by_source) for start in range(first, last, micro)
-        ]
+        return [batch(range(start, start + micro), self.absent(step), by_source) for start in range(first, last, micro)]
 
 
 class SilentObserver:

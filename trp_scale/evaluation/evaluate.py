@@ -14,7 +14,7 @@ from typing import Any
 from trp_scale.config import AVERAGE, PretrainConfig, RefusedError, Weights
 from trp_scale.config.finetuning import FinetuneConfig, ImageTaskConfig
 from trp_scale.data.images.leakage import image_datasets, shared_images
-from trp_scale.data.mixture import MemberPath, parse_paths
+from trp_scale.data.mixture import MemberPath, parse_members, parse_paths
 from trp_scale.data.plan import HeldOutPlan, held_out
 from trp_scale.data.sources import Chosen, Rows, within_cpus
 from trp_scale.distributed.environment import Environment
@@ -149,6 +149,8 @@ def reread_config(run: ReadRun, arguments: EvaluateArguments, environment: Envir
     config.data.path, config.model.weights = arguments.data or config.data.path, ""
     if arguments.data:  # all rows are measured
         config.data.validation_fraction, config.validation.every = 0.0, 0
+        if len(parse_members(arguments.data)) == 1:
+            config.objective.tasks = type(config.objective)().tasks  # no sources
     config.batch.micro_size = arguments.micro_size or config.batch.micro_rows
     config.batch.global_size = config.batch.micro_rows * environment.data.size
     return config

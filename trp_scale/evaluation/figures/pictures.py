@@ -343,7 +343,7 @@ def modality_reconstructions(trained: TrainedModalities, batch: Batch) -> dict[s
     output = trained.model(objective.seen(patches, batch), batch["visible"])
     hidden = objective.masked_patches(batch)
     shown = {}
-    for task, prediction in zip(objective.tasks, output.predictions, strict=True):
+    for task, prediction in zip(objective.outputs, output.predictions, strict=True):
         modality = objective.modalities.output_modality(task)
         true, masked = patches[modality.name], hidden[modality.name].unsqueeze(-1)  # [R, N, P], [R, N, 1]
         guess = modality.reconstruction(task, prediction, true)
@@ -374,7 +374,7 @@ def _plain_guesses(trained: TrainedModalities, batch: Batch) -> Any:
     def forward(seen: dict[str, Tensor], visible: Tensor) -> Any:
         output = trained.model(seen, visible)
         predictions = []
-        for task, prediction in zip(objective.tasks, output.predictions, strict=True):
+        for task, prediction in zip(objective.outputs, output.predictions, strict=True):
             modality = objective.modalities.output_modality(task)
             predictions.append(modality.plainest(task, prediction, patches[modality.name]))
         return output._replace(predictions=tuple(predictions))

@@ -22,6 +22,7 @@ from trp_scale.data.mixture import MemberPath
 from trp_scale.data.plan import Addresses, row_states
 from trp_scale.data.sources import Rows, require_kind
 from trp_scale.pretraining.mae.settings import MaeConfig
+from trp_scale.pretraining.tasks import source_field
 
 _MASK = np.uint64(name_hash("mask: patches"))
 _PLACE = np.uint64(MOST_PATCHES - 1)
@@ -65,6 +66,7 @@ class ImageBatchBuilder:
     """
 
     def __init__(self, config: MaeConfig, datasets: list[ImageDataset], meta: ImageMeta) -> None:
+        self._config = config
         self._crops = config.crops.count
         self._seed, self._maskings = config.training.seed, config.masking.maskings
         self._rows = RowReader(datasets, meta, verify=config.data.verify)
@@ -86,6 +88,7 @@ class ImageBatchBuilder:
             "images": cut_images(self._cropper, self._cropper.draw(states, rows.sizes), rows),
             "visible": torch.from_numpy(visible),
             "masked": torch.from_numpy(masked),
+            **source_field(self._config, addresses),
         }
         return rows.batch(fields, addresses, start=start, began=began)
 

@@ -14,8 +14,10 @@ from trp_scale.methods.learned_masks.settings import HeadSettings, LabelledSetti
 
 @dataclass(kw_only=True)
 class MaeObjectiveConfig:
-    """Prediction target of a masked patch."""
+    """Prediction target of a masked patch, and the tasks."""
 
+    tasks: Literal["reconstruction", "sources"] = "reconstruction"
+    """One task, or a task for each member of the mixture in data.path."""
     target: Literal["normalised", "pixels"] = "normalised"
     """normalised = pixels normalised by each patch's mean and deviation (He et al.); pixels = without this."""
     uniformity: float = setting(0.0, at_least=0)

@@ -32,6 +32,7 @@ from trp_scale.pretraining.mae.batch import open_rows
 from trp_scale.pretraining.mae.model import ForwardOutput, MaeOutput, MaskedAutoencoder
 from trp_scale.pretraining.mae.settings import MaeConfig, MaeObjectiveConfig
 from trp_scale.pretraining.mae.weights import load_weights
+from trp_scale.pretraining.tasks import blank_source, rows_by_source, source_names
 
 RECONSTRUCTION = "reconstruction"
 UNIFORMITY = "uniformity"
@@ -42,7 +43,8 @@ micro-batch."""
 
 
 class MaskedPatchReconstruction:
-    """One task: the mean squared error of each masked patch (He et al.; AdPE 3.1). An element is a masked patch.
+    """One task: the mean squared error of each masked patch (He et al.; AdPE 3.1). An element is a masked patch. With
+    names of `sources`, the patches of each source are a task.
 
     Each of the k crops of an image is one row of the model. Hooks may set these keys of `batch.extras`:
         perturbation: perturbation of the model's positions (models/positions.py).
@@ -56,15 +58,24 @@ class MaskedPatchReconstruction:
     regression: tuple[int, ...] = (0,)
     in_a_graph = True
 
-    def __init__(self, config: MaeObjectiveConfig, patch_size: int) -> None:
+    def __init__(self, config: MaeObjectiveConfig, patch_size: int, sources: tuple[str, ...] = ()) -> None:
+        self._sources = len(sources)
+        if sources:
+            self.tasks, self.balanced = sources, tuple(range(len(sources)))
+            self.regression = self.balanced
         self.normalised = config.target == "normalised"
         self.patch_size = patch_size
         self._image_patches = ImagePatches(patch_size)
 
     def count(self, batch: Batch) -> Tensor:
-        """[1] float64, masked patches of present rows."""
+        """[1] or [S] float64, masked patches of present rows."""
         _, crops, masked = batch["masked"].shape
-        return (batch["row_weights"].double().sum() * (crops * masked)).reshape(1)
+        return self._membership(batch).sum(0) * (crops * masked)
+
+    def _membership(self, batch: Batch) -> Tensor:
+        """Return the weight of each row in each task, [R, 1] or [R, S] float64."""
+        weights = batch["row_weights"].double().unsqueeze(1)
+        return weights * rows_by_source(batch, self._sources) if self._sources else weights
 
     def outside_weights(self, counts: Tensor) -> Tensor:
         """No task is outside the balance."""
@@ -79,8 +90,7 @@ class MaskedPatchReconstruction:
         errors = errors.double()
         if (weights := batch.extras.get(PATCH_WEIGHTS)) is not None:
             errors = errors * weights
-        rows = errors.sum((1, 2)) @ batch["row_weights"].double()
-        return TaskLosses(sums=rows.reshape(1), counts=self.count(batch))
+        return TaskLosses(sums=errors.sum((1, 2)) @ self._membership(batch), counts=self.count(batch))
 
     def errors(self, forward: Callable[..., MaeOutput], batch: Batch) -> Tensor:
         """Return the mean squared error of each masked patch, [R, k, M]."""
@@ -127,20 +137,22 @@ class UniformPatchReconstruction(MaskedPatchReconstruction):
     Otherwise the task is absent: held-out rows would have the pairs of a micro-batch only.
     """
 
-    tasks = (RECONSTRUCTION, UNIFORMITY)
     in_a_graph = False  # the moment is a sum over ranks
 
-    def __init__(self, config: MaeObjectiveConfig, patch_size: int, data_group: Group) -> None:
-        super().__init__(config, patch_size)
+    def __init__(
+        self, config: MaeObjectiveConfig, patch_size: int, data_group: Group, sources: tuple[str, ...] = ()
+    ) -> None:
+        super().__init__(config, patch_size, sources)
+        self.tasks = (*self.tasks, UNIFORMITY)
         self.weight = config.uniformity
         self.data_group = data_group
 
     def count(self, batch: Batch) -> Tensor:
-        """[2] float64, masked patches and crops of present rows."""
+        """[T] float64, masked patches, and for the last task crops, of present rows."""
         return torch.cat([super().count(batch), self.present(batch).sum().reshape(1)])
 
     def outside_weights(self, counts: Tensor) -> Tensor:
-        """[2], objective.uniformity for the second task."""
+        """[T], objective.uniformity for the last task."""
         weights = torch.zeros_like(counts)
         weights[self.tasks.index(UNIFORMITY)].fill_(self.weight)
         return weights
@@ -153,13 +165,13 @@ class UniformPatchReconstruction(MaskedPatchReconstruction):
         output = self.run(forward, batch, clean, output="prediction_and_class")
         reconstruction = self.losses(self.compute_errors(output.prediction, batch, clean), batch)
         uniformity = self.uniformity_sum(output.class_token, batch).reshape(1)
-        return TaskLosses(sums=torch.cat([reconstruction.sums[:1], uniformity]), counts=self.count(batch))
+        return TaskLosses(sums=torch.cat([reconstruction.sums[:-1], uniformity]), counts=self.count(batch))
 
     def losses(self, errors: Tensor, batch: Batch) -> TaskLosses:
         """Return the reconstruction losses for errors [R, k, M]; linear in them. The uniformity task is absent."""
         losses = super().losses(errors, batch)
         absent = losses.counts.new_zeros(1)
-        return TaskLosses(sums=torch.cat([losses.sums, absent]), counts=torch.cat([losses.counts[:1], absent]))
+        return TaskLosses(sums=torch.cat([losses.sums, absent]), counts=torch.cat([losses.counts[:-1], absent]))
 
     def uniformity_sum(self, class_token: Tensor, batch: Batch) -> Tensor:
         """Return the sum of f_i^T S f_i over class tokens [B, D], a scalar, with the gradient of twice this sum."""
@@ -225,6 +237,7 @@ def blank_rows(config: MaeConfig, rows: int) -> Batch:
         "masked": order[..., split.visible :].contiguous(),
         "labels": torch.zeros(rows, dtype=torch.int64),
         "row_weights": torch.ones(rows),
+        **blank_source(config, rows),
     }
     return Batch(fields=fields, keys=torch.arange(rows), start=0)
 
@@ -260,9 +273,10 @@ class ImageUpstream(Upstream):
         data = environment.data
         self.config = config
         self.sources = self.open_rank_sources(config, environment)
-        self.reconstruction = MaskedPatchReconstruction(config.objective, config.vision.patch_size)
-        if config.objective.uniformity > 0:
-            self.reconstruction = UniformPatchReconstruction(config.objective, config.vision.patch_size, data)
+        settings, patch_size, sources = config.objective, config.vision.patch_size, source_names(config)
+        self.reconstruction = MaskedPatchReconstruction(settings, patch_size, sources)
+        if settings.uniformity > 0:
+            self.reconstruction = UniformPatchReconstruction(settings, patch_size, data, sources)
         self.objective: PatchObjective = self.reconstruction
         self.source: WindowSource = self.sources.train
         if (labelled := self.sources.downstream) is not None and config.multilevel.joins_labelled:
@@ -282,7 +296,7 @@ class ImageUpstream(Upstream):
         return ImageOutline(
             config=config,
             model=partial(MaskedAutoencoder, config),
-            objective=MaskedPatchReconstruction(config.objective, config.vision.patch_size),
+            objective=MaskedPatchReconstruction(config.objective, config.vision.patch_size, source_names(config)),
             rows=partial(blank_rows, config),
             step_rows=config.batch.global_size,
             positions=config.crops.count * config.patches,

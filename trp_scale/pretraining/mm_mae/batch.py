@@ -27,6 +27,7 @@ from trp_scale.data.sources import Rows, require_kind
 from trp_scale.pretraining.mae.batch import random_order
 from trp_scale.pretraining.mm_mae.settings import MmMaeConfig, predicted_modality, used_modalities
 from trp_scale.pretraining.modalities.base import Modality
+from trp_scale.pretraining.tasks import source_field
 
 
 class RunModalities:
@@ -188,6 +189,7 @@ class MultimodalBatchBuilder:
     """
 
     def __init__(self, config: MmMaeConfig, datasets: list[ImageDataset], meta: ImageMeta) -> None:
+        self._config = config
         self._seed, self._maskings = config.training.seed, config.masking.maskings
         self._rows = RowReader(datasets, meta, verify=config.data.verify)
         self._cropper = Cropper(config.crops)
@@ -207,7 +209,8 @@ class MultimodalBatchBuilder:
         states = row_states(addresses, seed=self._seed, maskings=self._maskings)
         rows = self._rows.read(addresses, self._cropper.scales(states))
         crops = self._cropper.draw(states, rows.sizes)
-        fields = {"visible": torch.from_numpy(self._masks.draw(crop_words(states, 1)[:, 0]))}
+        visible = torch.from_numpy(self._masks.draw(crop_words(states, 1)[:, 0]))
+        fields = {"visible": visible, **source_field(self._config, addresses)}
         of_rows = [self._stored[member] for member in addresses.member.tolist()]
         for name, modality in self._modalities.items():
             stored = [] if modality.format is None else [maps[name] for maps in of_rows]

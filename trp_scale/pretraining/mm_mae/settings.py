@@ -58,8 +58,11 @@ class ModalitiesConfig(Section):
 
 @dataclass(kw_only=True)
 class MmMaeObjectiveConfig:
-    """Average of a task's loss."""
+    """Tasks, and the average of a task's loss."""
 
+    tasks: Literal["modalities", "sources", "modalities_by_sources"] = "modalities"
+    """Tasks: the outputs, the members of the mixture in data.path (each over all outputs), or the outputs of each
+    member."""
     reduction: Literal["sample", "element"] = "sample"
     """sample: the mean over each image's masked elements, then over images that have any (MultiMAE). element: the mean
     over all masked elements of the global batch."""

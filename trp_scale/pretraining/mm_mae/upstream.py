@@ -26,13 +26,15 @@ from trp_scale.pretraining.mm_mae.batch import RunModalities, open_rows, visible
 from trp_scale.pretraining.mm_mae.model import MultimodalMaskedAutoencoder, MultimodalOutput
 from trp_scale.pretraining.mm_mae.settings import MmMaeConfig
 from trp_scale.pretraining.mm_mae.weights import CLASSES, load_multimae
+from trp_scale.pretraining.tasks import blank_source, join_names, rows_by_source, source_names
 
 TASK_TAPS = Extra("task_taps")
 """Name of the taps in `Batch.extras`, and of the model's argument for them."""
 
 
 class MultimodalReconstruction:
-    """One task for each output; its modality computes the errors (pretraining/modalities).
+    """One task for each output; its modality computes the errors (pretraining/modalities). With tasks by source, one
+    task for each source, over all outputs, or for each output of each source.
 
     Only masked patches have a loss; every patch is masked of an output that is not an input. An element is a pixel or a
     patch, as the modality defines. objective.reduction sets the sum and the count of a task:
@@ -47,24 +49,36 @@ class MultimodalReconstruction:
     def __init__(self, config: MmMaeConfig) -> None:
         self.modalities = RunModalities(config)
         self.inputs: tuple[str, ...] = self.modalities.inputs
-        self.tasks: tuple[str, ...] = self.modalities.tasks
+        self.outputs: tuple[str, ...] = self.modalities.tasks
+        self.sources = source_names(config)
+        self.together = config.objective.tasks == "sources"
+        outputs = self.outputs if not self.sources else join_names(self.sources, self.outputs)
+        self.tasks: tuple[str, ...] = self.sources if self.together else outputs
         self.balanced: tuple[int, ...] = tuple(range(len(self.tasks)))
-        self.regression: tuple[int, ...] = tuple(
-            number for number, task in enumerate(self.tasks) if self.modalities.output_modality(task).regression
-        )
+        distances = [self.modalities.output_modality(task).regression for task in self.outputs]
+        if self.together:
+            distances = [all(distances)]
+        self.regression: tuple[int, ...] = tuple(task for task in self.balanced if distances[task % len(distances)])
         self.per_sample = config.objective.reduction == "sample"
         self.patches_per_row = (config.crops.size // config.vision.patch_size) ** 2
         self.hidden_size = config.model.hidden_size
 
     def count(self, batch: Batch) -> Tensor:
         """[T] float64, from `visible` and the modalities' counts only."""
-        rows = self.elements(batch).sum(2)  # [T, R]
-        return ((rows > 0).double() if self.per_sample else rows).sum(1)
+        rows = self.elements(batch).sum(2)  # [O, R]
+        return self._sum_rows((rows > 0).double() if self.per_sample else rows, batch)
+
+    def _sum_rows(self, rows: Tensor, batch: Batch) -> Tensor:
+        """Sum the values of rows in each task, [O, R] -> [T], O outputs."""
+        if not self.sources:
+            return rows.sum(1)
+        members = rows_by_source(batch, len(self.sources)).T  # [S, R]
+        return members @ rows.sum(0) if self.together else (members @ rows.T).flatten()
 
     def elements(self, batch: Batch) -> Tensor:
-        """Return the number of masked elements of each patch, [T, R, N] float64."""
+        """Return the number of masked elements of each patch, [O, R, N] float64."""
         masked = self.masked_patches(batch)
-        predicted = [self.modalities.output_modality(task) for task in self.tasks]
+        predicted = [self.modalities.output_modality(task) for task in self.outputs]
         return torch.stack([modality.elements(batch) * masked[modality.name] for modality in predicted])
 
     def masked_patches(self, batch: Batch) -> dict[str, Tensor]:
@@ -73,7 +87,7 @@ class MultimodalReconstruction:
         slots = visible_slots(visible, len(self.inputs) * count)
         masked = (slots == visible.shape[1]).view(len(visible), len(self.inputs), count)  # [R, I, N]
         every = torch.ones_like(masked[:, 0])
-        predicted = {self.modalities.output_modality(task).name for task in self.tasks}
+        predicted = {self.modalities.output_modality(task).name for task in self.outputs}
         return {
             name: masked[:, self.inputs.index(name)] if name in self.inputs else every for name in sorted(predicted)
         }
@@ -87,20 +101,20 @@ class MultimodalReconstruction:
         patches = self.patches(batch)
         taps = {TASK_TAPS: batch.extras[TASK_TAPS]} if TASK_TAPS in batch.extras else {}
         output = forward(self.seen(patches, batch), batch["visible"], **taps)
-        elements = self.elements(batch)  # [T, R, N]
+        elements = self.elements(batch)  # [O, R, N]
         errors = []
-        for task, prediction in zip(self.tasks, output.predictions, strict=True):
+        for task, prediction in zip(self.outputs, output.predictions, strict=True):
             modality = self.modalities.output_modality(task)
             wide = prediction.to(torch.promote_types(prediction.dtype, torch.float32))
             errors.append(modality.errors(task, wide, patches[modality.name]))  # [R, N]
-        rows = torch.where(elements > 0, torch.stack(errors).double(), 0.0).sum(2)  # [T, R]
+        rows = torch.where(elements > 0, torch.stack(errors).double(), 0.0).sum(2)  # [O, R]
         counts = elements.sum(2)
         if self.per_sample:
             rows, counts = rows / counts.clamp(min=1), (counts > 0).double()
         shared = output.shared_inputs
         return TaskLosses(
-            sums=rows.sum(1),
-            counts=counts.sum(1),
+            sums=self._sum_rows(rows, batch),
+            counts=self._sum_rows(counts, batch),
             shared_inputs=None if shared is None else shared.flatten(0, 1),  # [R (1 + V), intermediate]
         )
 
@@ -117,12 +131,16 @@ class MultimodalReconstruction:
         return self.balanced
 
     def tap(self, batch: Batch, at: TapPlace) -> Tap:
-        """Return the tap on each decoder's input from the encoder, [T, R, 1 + V, D], for both places."""
+        """Return the tap on each decoder's input from the encoder, [O, R, 1 + V, D], for both places."""
         rows, visible = batch["visible"].shape
-        return Tap(TASK_TAPS, (len(self.tasks), rows, 1 + visible, self.hidden_size))
+        return Tap(TASK_TAPS, (len(self.outputs), rows, 1 + visible, self.hidden_size))
 
     def task_gradients(self, batch: Batch, at: TapPlace, gradient: Tensor) -> dict[int, Tensor]:
         """Return the gradient [R (1 + V), D] of each task."""
+        if self.sources:
+            members = rows_by_source(batch, len(self.sources)).T.to(gradient.dtype)  # [S, R]
+            outputs = gradient.sum(0, keepdim=True) if self.together else gradient
+            gradient = torch.einsum("sr,orvd->sorvd", members, outputs).flatten(0, 1)
         return dict(enumerate(gradient.flatten(1, 2).unbind(0)))
 
 
@@ -141,6 +159,7 @@ def blank_rows(config: MmMaeConfig, rows: int) -> Batch:
         "visible": torch.arange(config.modalities.visible_tokens).expand(rows, -1).contiguous(),
         "labels": torch.zeros(rows, dtype=torch.int64),
         "row_weights": torch.ones(rows),
+        **blank_source(config, rows),
     }
     for modality in RunModalities(config).used.values():
         fields |= modality.empty_fields(rows, config.crops)

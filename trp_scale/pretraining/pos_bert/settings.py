@@ -32,8 +32,8 @@ class PosBertObjectiveConfig(Section):
     def problems(self, config: Any) -> Iterator[str]:
         if self.tasks == "sources" and self.other in ("exclude", "task"):
             yield (
-                f"--objective.other is {self.other} but --objective.tasks is sources, whose tasks have the words of all "
-                "groups; allowed: --objective.other outside or unmasked, or --objective.tasks "
+                f"--objective.other is {self.other} but --objective.tasks is sources, whose tasks have the words of "
+                "all groups; allowed: --objective.other outside or unmasked, or --objective.tasks "
                 "parts_of_speech_by_sources"
             )
 

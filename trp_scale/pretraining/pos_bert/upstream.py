@@ -39,8 +39,8 @@ NEXT_SENTENCE = "next_sentence"
 class PosMaskedLanguageModelling:
     """T tasks of words, then next-sentence prediction.
 
-    The tasks of words are the groups in their stored order (the last is `other`, 12-14 % of English words), the sources,
-    or the groups of each source.
+    The tasks of words are the groups in their stored order (the last is `other`, 12-14 % of English words), the
+    sources, or the groups of each source.
 
     Args:
         hidden_size: D, the width of the encoder.
@@ -55,11 +55,16 @@ class PosMaskedLanguageModelling:
         self.config = config
         self.hidden_size = hidden_size
         self.groups = len(groups)
-        words = sources if config.tasks == "sources" else join_names(sources, tuple(groups)) if sources else groups
+        self.by = config.tasks if sources else "parts_of_speech"
+        words = {
+            "parts_of_speech": tuple(groups),
+            "sources": sources,
+            "parts_of_speech_by_sources": join_names(sources, tuple(groups)),
+        }[self.by]
         self.tasks: tuple[str, ...] = (*words, NEXT_SENTENCE)
         self.next_sentence = len(words)
         # The tasks of words outside the nine groups
-        self.other = slice(0) if config.tasks == "sources" else slice(self.groups - 1, self.next_sentence, self.groups)
+        self.other = slice(0) if self.by == "sources" else slice(self.groups - 1, self.next_sentence, self.groups)
         self.regression: tuple[int, ...] = ()
         outside = () if config.other == "task" else range(*self.other.indices(self.next_sentence))
         self.balanced: tuple[int, ...] = tuple(task for task in range(self.next_sentence) if task not in outside)
@@ -78,9 +83,9 @@ class PosMaskedLanguageModelling:
         """Return [R * M, tasks of words] float64, 1 where a masked position belongs to a task. bincount would
         synchronise with the GPU."""
         task = batch["label_groups"]  # [R, M]
-        if self.config.tasks == "sources":
+        if self.by == "sources":
             task = batch[SOURCE].unsqueeze(-1).expand_as(task)
-        elif self.config.tasks == "parts_of_speech_by_sources":
+        elif self.by == "parts_of_speech_by_sources":
             task = batch[SOURCE].unsqueeze(-1) * self.groups + task
         return (task.flatten().unsqueeze(-1) == torch.arange(self.next_sentence, device=task.device)).double()
 
