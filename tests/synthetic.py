@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -65,12 +65,18 @@ def row_source(position: int) -> int:
     return int(torch.multinomial(torch.tensor([6.0, 3.0, 1.0]), 1, generator=generator))
 
 
-def batch(positions: range, absent: tuple[int, ...] = (), by_source: bool = False) -> Batch:
+def add_sources(rows: Batch, config: Config) -> Batch:
+    """The batch with the source of each row if the run's tasks are by source."""
+    if not has_sources(config):
+        return rows
+    sources = torch.tensor([row_source(position) for position in rows.keys.tolist()])
+    return replace(rows, fields={**rows.fields, SOURCE: sources})
+
+
+def batch(positions: range, absent: tuple[int, ...] = ()) -> Batch:
     """Rows at `positions` as one micro-batch."""
     rows = [row(position, absent) for position in positions]
     fields = {name: torch.stack([each[name] for each in rows]) for name in rows[0]}
-    if by_source:
-        fields[SOURCE] = torch.tensor([row_source(position) for position in positions])
     fields["kept"] = torch.from_numpy(kept_positions(fields["attention_mask"].numpy()))
     return Batch(fields=fields, keys=torch.tensor(list(positions)), start=positions[0])
 
@@ -91,8 +97,8 @@ class SyntheticSource:
         first = self.cursor + self.group.rank * size // self.group.size
         last = first + size // self.group.size
         self.cursor += size
-        by_source = has_sources(self.config)
-        return [batch(range(start, start + micro), self.absent(step), by_source) for start in range(first, last, micro)]
+        micros = [batch(range(start, start + micro), self.absent(step)) for start in range(first, last, micro)]
+        return [add_sources(rows, self.config) for rows in micros]
 
 
 class SilentObserver:

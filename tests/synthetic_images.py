@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.settings import changed
-from tests.synthetic import Layout, RecordingTrainer, Result, SilentObserver, data_group
+from tests.synthetic import Layout, RecordingTrainer, Result, SilentObserver, add_sources, data_group
 from trp_scale.config import BatchConfig, Config, ModelConfig, OptimizerConfig, TrainingConfig
 from trp_scale.config.images import CropsConfig, MaeMaskingConfig, MaeVisionConfig
 from trp_scale.config.registry import make_settings
@@ -23,6 +23,7 @@ from trp_scale.engines.build import build_engine
 from trp_scale.pretraining.mae.model import MaskedAutoencoder
 from trp_scale.pretraining.mae.settings import MaeConfig
 from trp_scale.pretraining.mae.upstream import MaskedPatchReconstruction, Uniformity, UniformPatchReconstruction
+from trp_scale.pretraining.tasks import source_names
 from trp_scale.training.decisions import StepAgreement
 
 CROPS, SIDE, PATCH = 2, 16, 4
@@ -67,9 +68,8 @@ class SyntheticImages:
         size, micro = self.config.batch.global_size, self.config.batch.micro_size
         first = self.cursor + self.group.rank * size // self.group.size
         self.cursor += size
-        return [
-            self.make(range(start, start + micro)) for start in range(first, first + size // self.group.size, micro)
-        ]
+        starts = range(first, first + size // self.group.size, micro)
+        return [add_sources(self.make(range(start, start + micro)), self.config) for start in starts]
 
 
 class TwoHalves(MaskedPatchReconstruction):
@@ -130,9 +130,9 @@ def image_trainer(layout: Layout, config: Config, *, halves: bool = False) -> tu
     """A trainer over synthetic images, and its adversary (None where there is none)."""
     group = data_group(config)
     engine = make_image_engine(layout, config, group)
-    objective = (TwoHalves if halves else MaskedPatchReconstruction)(config.objective, PATCH)
+    objective = (TwoHalves if halves else MaskedPatchReconstruction)(config.objective, PATCH, source_names(config))
     if config.objective.uniformity:
-        objective = UniformPatchReconstruction(config.objective, PATCH, group)
+        objective = UniformPatchReconstruction(config.objective, PATCH, group, source_names(config))
     run = RunContext(config=config, objective=objective, engine=engine)
     adversary = built(run, "adversary")
     others: list[Hook] = [] if adversary is None else [adversary]

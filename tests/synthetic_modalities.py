@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.settings import changed
-from tests.synthetic import Layout, RecordingTrainer, Result, SilentObserver, data_group
+from tests.synthetic import Layout, RecordingTrainer, Result, SilentObserver, add_sources, data_group
 from tests.synthetic_images import by_projection
 from trp_scale.config import BatchConfig, Config, ModelConfig, OptimizerConfig, TrainingConfig
 from trp_scale.config.images import CropConfig, DecodedVisionConfig
@@ -107,10 +107,11 @@ class SyntheticModalities:
         modalities, absent, side = self.config.modalities, self.absent(self.cursor // size), self.config.crops.size
         first = self.cursor + self.group.rank * size // self.group.size
         self.cursor += size
-        return [
+        micros = [
             batch(range(start, start + micro), modalities.visible_tokens, len(modalities.inputs), absent, side)
             for start in range(first, first + size // self.group.size, micro)
         ]
+        return [add_sources(rows, self.config) for rows in micros]
 
 
 def modality_config(layout: Layout | None = None, **changes: Any) -> Config:

@@ -9,9 +9,12 @@ import pytest
 import torch
 
 from tests.grids import always, grid
-from tests.parity.compare import RELATIVE, too_far
+from tests.parity.compare import RELATIVE
+from tests.parity.test_modalities import differences as weight_differences
 from tests.ranks import Ranks
 from tests.synthetic import SOURCES, TWO_RANKS, Layout, Result, row_source, run, small_config, trainer_for
+from tests.synthetic_images import run_images
+from tests.synthetic_modalities import modality_config, modality_trainer, run_modalities
 
 PATH = ",".join(f"{name}:{weight}=DIR" for name, weight in zip(SOURCES, ("0.6", "0.3", "0.1"), strict=True))
 BALANCING: dict[str, dict[str, Any]] = {
@@ -31,6 +34,24 @@ def changes(balancing: str, tasks: str) -> dict[str, Any]:
     }
 
 
+IMAGES: dict[str, dict[str, Any]] = {
+    "mae": {"balancer": {"kind": "minimax", "alpha": 4.0}, "objective": {"tasks": "sources"}},
+    "u_mae": {"balancer": {"kind": "minimax", "alpha": 4.0}, "objective": {"tasks": "sources", "uniformity": 0.1}},
+    "modalities": {"balancer": BALANCING["gradnorm"], "objective": {"tasks": "sources"}},
+    "by_sources": {"balancer": BALANCING["gradnorm"], "objective": {"tasks": "modalities_by_sources"}},
+}
+
+
+def run_of_images(name: str, layout: Layout) -> Result:
+    changes = {**IMAGES[name], "data": {"path": PATH}, "training": {"steps": 5}}
+    return run_images(layout, changes) if "mae" in name else run_modalities(layout, changes)
+
+
+@lru_cache
+def reference_of_images(name: str) -> Result:
+    return run_of_images(name, Layout(micro_size=2))
+
+
 @lru_cache
 def reference(balancing: str, tasks: str) -> Result:
     """Plain, accumulation 4."""
@@ -38,7 +59,7 @@ def reference(balancing: str, tasks: str) -> Result:
 
 
 def differences(ours: Result, theirs: Result) -> list[str]:
-    found = too_far(ours, theirs)
+    found = weight_differences(ours, theirs)
     for step, (mine, other) in enumerate(zip(ours.steps, theirs.steps, strict=True)):
         if mine.task_weights != pytest.approx(other.task_weights, rel=RELATIVE, abs=1e-9):
             found.append(f"task weights of step {step}")
@@ -76,3 +97,29 @@ def test_accumulation_changes_neither_weights_nor_task_weights(balancing: str, t
 def test_two_ranks_give_the_weights_of_one(two_ranks: Ranks, balancing: str, layout: str) -> None:
     ours = two_ranks(run, TWO_RANKS[layout], changes(balancing, "sources"))[0]
     assert differences(ours, reference(balancing, "sources")) == []
+
+
+@pytest.mark.parametrize("name", IMAGES)
+def test_accumulation_of_images_changes_neither_weights_nor_task_weights(name: str) -> None:
+    whole = run_of_images(name, Layout(micro_size=8))
+    assert whole.moved and len(set(whole.steps[-1].task_weights)) > 2
+    assert differences(whole, reference_of_images(name)) == []
+
+
+@pytest.mark.parametrize(("name", "layout"), grid(IMAGES, ("ddp", "fsdp", "zero2", "zero3")))
+def test_two_ranks_give_the_image_weights_of_one(two_ranks: Ranks, name: str, layout: str) -> None:
+    ours = two_ranks(run_of_images, name, TWO_RANKS[layout])[0]
+    assert differences(ours, reference_of_images(name)) == []
+
+
+def test_the_sums_of_sources_of_images_add_up_to_those_of_modalities() -> None:
+    losses = {}
+    for tasks in ("modalities", "sources", "modalities_by_sources"):
+        config = modality_config(Layout(micro_size=8), objective={"tasks": tasks}, data={"path": PATH})
+        trainer = modality_trainer(Layout(), config)
+        (micro,) = trainer.source.next_window()
+        losses[tasks] = trainer.objective(trainer.engine, micro)
+    for values in ("sums", "counts"):
+        by_modality, by_source, both = (getattr(parts, values).detach() for parts in losses.values())
+        torch.testing.assert_close(both.view(len(SOURCES), -1).sum(0), by_modality, rtol=1e-12, atol=0)
+        torch.testing.assert_close(both.view(len(SOURCES), -1).sum(1), by_source, rtol=1e-12, atol=0)
