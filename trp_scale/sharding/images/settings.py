@@ -45,6 +45,9 @@ class ShardImagesConfig(ShardingSettings, TakesModalities):
     numbers), normals=FOLDER (8- or 16-bit RGB PNG of (n + 1) / 2, x right, y up, z towards the camera; black: unknown)
     or a modality of --module; repeatable. Maps have the relative paths of their images and are aligned with the upright
     images. In tars, maps are members .NAME.png, such as .depth.png."""
+    source_field: Literal["", "folder"] = ""
+    """folder: make a data set for each folder directly in the input, and a mixture of them; the folders of --modality
+    have the same sub-folders."""
     class_names: str = ""
     """Tars: text file with one class name per line, in the order of the class numbers."""
     split: str = "train"
@@ -80,6 +83,8 @@ class ShardImagesConfig(ShardingSettings, TakesModalities):
         if self.coco and self.num_shards != 1:
             raise DataError(f"--num_shards {self.num_shards}: --coco writes one file without parts; 1 is allowed")
         check_settings(self, DataError)
+        if self.source_field and self.embedded:
+            raise DataError(f"--source_field {self.source_field} needs --inputs; --embedded scenes have one source")
         self.modality_folders()
 
     def modality_folders(self) -> dict[str, Path]:

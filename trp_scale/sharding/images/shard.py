@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from trp_scale.data.images.maps import CLASS, IMAGE
@@ -35,6 +35,7 @@ from trp_scale.sharding.images.scenes import write_coco_scenes
 from trp_scale.sharding.images.settings import ShardImagesConfig
 from trp_scale.sharding.job import DataKind, ShardingJob
 from trp_scale.sharding.parts import PortionReport, ShardWriter
+from trp_scale.sharding.sources import shard_sources, source_folders
 from trp_scale.sharding.workers import Advance, ProgressBar, start_sample
 
 __all__ = ["ShardImagesConfig", "shard_images"]
@@ -51,6 +52,8 @@ def shard_images(config: ShardImagesConfig) -> Path:
             skipped (finished shards stay, dataset.json is not written), or another run writes the directory.
     """
     config.check()
+    if config.source_field:
+        return _shard_sources(config)
     if config.coco:
         return write_coco_scenes(config.output, count=config.count, size=config.size, seed=config.seed)
     identity = config.identity()
@@ -80,6 +83,18 @@ def shard_images(config: ShardImagesConfig) -> Path:
             *(config.output, total.images, total.unchanged, shards, classes),
         )
     return config.output
+
+
+def _shard_sources(config: ShardImagesConfig) -> Path:
+    """Make the data set of each folder in the input."""
+    folders = source_folders(config.inputs)
+
+    def shard(source: str, output: Path) -> None:
+        modality = [f"{name}={folder / source}" for name, folder in config.modality_folders().items()]
+        inputs = [str(folders[source])]
+        shard_images(replace(config, output=output, inputs=inputs, modality=modality, source_field=""))
+
+    return shard_sources(config.output, folders, "images", shard)
 
 
 SMALLEST_SIDE, LONGEST_SHAPE = 8, 16

@@ -68,12 +68,14 @@ class Skipped:
 
 @dataclass(frozen=True, kw_only=True)
 class ReadSettings:
-    """How documents are read."""
+    """How documents are read. `source_field`, `source`: only JSON lines with this value in this field; "" = all."""
 
     text_field: str
     split: str
     one_document_per_file: bool
     max_line_bytes: int
+    source_field: str = ""
+    source: str = ""
 
 
 def read_portion(portion: TextPortion, settings: ReadSettings) -> Iterator[Document | Skipped]:
@@ -209,8 +211,9 @@ def _documents(
     skip = 3 if first and data.startswith(b"\xef\xbb\xbf") else 0  # byte order mark
     if lines.span.kind == "jsonl":
         for start, line in _lines(data, skip):
-            if line.strip():
-                yield _json_document(line, start, lines, settings)
+            document = _json_document(line, start, lines, settings) if line.strip() else None
+            if document is not None:
+                yield document
     elif settings.one_document_per_file:
         yield _text_document(data[skip:], skip, lines, settings)
     else:
@@ -268,7 +271,8 @@ class _LineNumbers:
         return f"{self.span.path}:{self._before() + self._passed + self._lines + 1}"
 
 
-def _json_document(line: bytes, start: int, lines: _LineNumbers, settings: ReadSettings) -> Document | Skipped:
+def _json_document(line: bytes, start: int, lines: _LineNumbers, settings: ReadSettings) -> Document | Skipped | None:
+    """Return the document of a line; `None` if it is from another source."""
     if len(line) > settings.max_line_bytes:
         return Skipped("long_line", lines.location(start))
     try:
@@ -279,6 +283,8 @@ def _json_document(line: bytes, start: int, lines: _LineNumbers, settings: ReadS
         return Skipped("not_json", lines.location(start))
     if not isinstance(record, dict):
         return Skipped("not_json", lines.location(start))
+    if settings.source_field and record.get(settings.source_field) != settings.source:
+        return None
     text = record.get(settings.text_field)
     if not isinstance(text, str):
         value = quote(text) if settings.text_field in record else quote(list(record))

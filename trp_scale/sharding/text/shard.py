@@ -8,9 +8,9 @@ import io
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,6 +30,7 @@ from trp_scale.data.text.tokenizer import (
 from trp_scale.errors import DataError, shorten
 from trp_scale.sharding.job import DataKind, ShardingJob, shard_stem
 from trp_scale.sharding.parts import PortionReport, ShardingSettings, ShardWriter
+from trp_scale.sharding.sources import FOLDER, shard_sources, source_folders
 from trp_scale.sharding.text.annotate import (
     NOT_ENGLISH_SHARE,
     Annotated,
@@ -289,6 +290,9 @@ SAMPLED_PORTIONS = 64
 LANGUAGE_PORTIONS, LANGUAGE_CHARACTERS = 4, 40_000
 """Portions, and characters of each, for language detection."""
 
+TOKENIZER = "tokenizer"
+"""Directory of the tokenizer in a data set, or beside the data sets of sources."""
+
 TOKENIZER_PATIENCE = 3600.0
 """Seconds to wait while another part trains the tokenizer; 256 MB of text take some minutes."""
 
@@ -311,6 +315,9 @@ class ShardTextConfig(ShardingSettings):
     by blank lines."""
     text_field: str = "text"
     """Text field of JSON lines, or text column of parquet or a dataset."""
+    source_field: str = ""
+    """Make a data set for each source, and a mixture of them: name of the field of JSON lines with the source, or
+    folder for the folders directly in the input."""
     split: str = "train"
     """Split of a dataset directory."""
     tagger: Literal["auto", "nltk", "textblob"] = "auto"
@@ -338,6 +345,8 @@ class ShardTextConfig(ShardingSettings):
         if bool(self.inputs) == self.embedded:
             raise DataError("give --inputs FILES or --embedded, one of the two")
         check_settings(self, DataError)
+        if self.source_field and self.embedded:
+            raise DataError(f"--source_field {self.source_field} needs --inputs; --embedded text has one source")
 
     def identity(self) -> dict[str, object]:
         """Return the settings that determine the output bytes."""
@@ -349,7 +358,7 @@ class ShardTextConfig(ShardingSettings):
 
 def shard_text(config: ShardTextConfig) -> Path:
     """Make a data set, or a part of it, and return its directory. A finished data set of the same settings and input
-    does not change.
+    does not change. With `source_field`, make one for each source.
 
     Raises:
         DataError: a setting or the input cannot be used, the directory contains something else, too many documents
@@ -357,11 +366,66 @@ def shard_text(config: ShardTextConfig) -> Path:
         TaggerError: the data of the tagger is missing.
     """
     config.check()
+    return _shard_sources(config) if config.source_field else _shard(config)
+
+
+def _shard_sources(config: ShardTextConfig) -> Path:
+    """Make the data sets of all sources, with one tokenizer."""
+    corpus, read = _plan(config, config.output), _read_settings(config)
+    sources: Mapping[str, object]
+    if config.source_field == FOLDER:
+        sources = folders = source_folders(config.inputs)
+    else:
+        sources = _count_sources(config, corpus, read)
+    config.output.mkdir(parents=True, exist_ok=True)
+    _make_tokenizer(config, corpus, read)
+    shared = replace(config, tokenizer=str(config.output / TOKENIZER), source_field="")
+
+    def shard(source: str, output: Path) -> None:
+        if config.source_field == FOLDER:
+            _shard(replace(shared, output=output, inputs=[str(folders[source])]))
+        else:
+            _shard(replace(shared, output=output), (config.source_field, source))
+
+    return shard_sources(config.output, sources, "rows", shard)
+
+
+def _count_sources(config: ShardTextConfig, corpus: Corpus, read: ReadSettings) -> dict[str, int]:
+    """Count the documents of each source in JSON lines, by name. Logs the documents without a source.
+
+    Raises:
+        DataError: another format, or fewer than two sources.
+    """
+    field = config.source_field
+    if other := next((span for part in corpus.portions for span in part.spans if span.kind != "jsonl"), None):
+        raise DataError(
+            f"--source_field {field}: {other.path} has no JSON lines; give JSON lines, or --source_field {FOLDER} with "
+            "a folder for each source"
+        )
+    counts: dict[str, int] = {}
+    missing: list[str] = []
+    for portion in corpus.portions:
+        for entry in read_portion(portion, replace(read, text_field=field)):
+            if isinstance(entry, Document):
+                counts[entry.text] = counts.get(entry.text, 0) + 1
+            elif entry.reason in ("no_text", "empty"):
+                missing.append(entry.location)
+    if len(counts) < 2:
+        raise DataError(f"--source_field {field}: {len(counts)} sources found, two or more expected")
+    if missing:
+        log.warning("%d documents without the field %s are left out, the first: %s", len(missing), field, missing[0])
+    return dict(sorted(counts.items()))
+
+
+def _shard(config: ShardTextConfig, source: tuple[str, str] = ("", "")) -> Path:
+    """Make a data set of all documents, or of those with a value in a field of JSON lines: (field, value)."""
     output = config.output
     tagger_kind = resolve_tagger(config.tagger)
     tagger_name = make_tagger(tagger_kind).name
     log.info("tagger: %s", tagger_name)
     identity = {"tagger": tagger_name, "tokenizer": _tokenizer_fingerprint(config), **config.identity()}
+    if source[0]:
+        identity["source"] = list(source)
     job = ShardingJob(config, TEXT, identity)
     with job.only_run():
         embedded = job.own_file("embedded", ".jsonl")
@@ -369,12 +433,7 @@ def shard_text(config: ShardTextConfig) -> Path:
         if not job.begin(corpus.fingerprint, corpus.portions):
             embedded.unlink(missing_ok=True)
             return output
-        read = ReadSettings(
-            text_field="text" if config.embedded else config.text_field,
-            split=config.split,
-            one_document_per_file=config.documents == "file",
-            max_line_bytes=config.max_line_bytes,
-        )
+        read = replace(_read_settings(config), source_field=source[0], source=source[1])
         _warn_if_not_english(corpus, read)
         _make_tokenizer(config, corpus, read)
         rows = _row_settings(config)
@@ -387,6 +446,15 @@ def shard_text(config: ShardTextConfig) -> Path:
             "%s: %d documents, %d words, %d rows, %d shards", output, total.documents, total.words, total.rows, shards
         )
     return output
+
+
+def _read_settings(config: ShardTextConfig) -> ReadSettings:
+    return ReadSettings(
+        text_field="text" if config.embedded else config.text_field,
+        split=config.split,
+        one_document_per_file=config.documents == "file",
+        max_line_bytes=config.max_line_bytes,
+    )
 
 
 def _tokenizer_fingerprint(config: ShardTextConfig) -> str:
@@ -426,7 +494,7 @@ def _warn_if_not_english(corpus: Corpus, read: ReadSettings) -> None:
 
 def _make_tokenizer(config: ShardTextConfig, corpus: Corpus, read: ReadSettings) -> None:
     """Make the tokenizer in the first part that gets the lock; other parts wait."""
-    directory = config.output / "tokenizer"
+    directory = config.output / TOKENIZER
     with only_run(config.output, "tokenizer.lock", patience=TOKENIZER_PATIENCE):
         if not directory.exists():
             _write_tokenizer(config, corpus, read, directory)
