@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from trp_scale.data.index import read_fields
@@ -42,13 +43,12 @@ def source_folders(inputs: list[str]) -> dict[str, Path]:
     return {path.name: path for path in folders}
 
 
-def shard_sources(output: Path, sources: Mapping[str, object], rows: str, shard: Callable[[str, Path], object]) -> Path:
+def shard_sources(output: Path, sources: Mapping[str, object], shard: Callable[[str, Path], object]) -> Path:
     """Make a data set for each source, and write the mixture when all are finished. Return `output`.
 
     Args:
         output: directory of all data sets.
         sources: sources by the value of the field.
-        rows: field of dataset.json with the number of rows.
         shard: makes the data set of a value in a directory, or a part of it.
 
     Raises:
@@ -64,15 +64,17 @@ def shard_sources(output: Path, sources: Mapping[str, object], rows: str, shard:
         directories[name] = output / name
         shard(value, directories[name])
     if all((directory / "dataset.json").exists() for directory in directories.values()):
-        path = mixture_path(directories, rows)
+        path = mixture_path(directories)
         write_text(output / MIXTURE, path + "\n")
+        with suppress(OSError):  # not empty while other parts hold their locks
+            (output / "progress").rmdir()
         log.info("%s: %d sources; give --data.path %s", output / MIXTURE, len(directories), path)
     return output
 
 
-def mixture_path(directories: Mapping[str, Path], rows: str) -> str:
+def mixture_path(directories: Mapping[str, Path]) -> str:
     """Return the `data.path` of data sets by name; a weight is the share of the rows in thousandths, at least one."""
-    counts = {name: read_fields(path / "dataset.json").take(rows, int) for name, path in directories.items()}
+    counts = {name: read_fields(path / "dataset.json").take("rows", int) for name, path in directories.items()}
     total = sum(counts.values())
     weights = {name: max(1, round(SHARES * count / total)) for name, count in counts.items()}
     return ",".join(f"{name}:{weights[name]}={path}" for name, path in directories.items())

@@ -94,7 +94,7 @@ def _shard_sources(config: ShardImagesConfig) -> Path:
         inputs = [str(folders[source])]
         shard_images(replace(config, output=output, inputs=inputs, modality=modality, source_field=""))
 
-    return shard_sources(config.output, folders, "images", shard)
+    return shard_sources(config.output, folders, shard)
 
 
 SMALLEST_SIDE, LONGEST_SHAPE = 8, 16

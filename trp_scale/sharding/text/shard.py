@@ -387,7 +387,7 @@ def _shard_sources(config: ShardTextConfig) -> Path:
         else:
             _shard(replace(shared, output=output), (config.source_field, source))
 
-    return shard_sources(config.output, sources, "rows", shard)
+    return shard_sources(config.output, sources, shard)
 
 
 def _count_sources(config: ShardTextConfig, corpus: Corpus, read: ReadSettings) -> dict[str, int]:
