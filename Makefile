@@ -23,7 +23,7 @@ BIN := $(CURDIR)/$(VENV)/bin
 # and did not end.
 INSTALLED := $(VENV)/.installed
 INSTALLING := $(VENV)/.installing
-EXTRAS ?= deepspeed,vision,wandb,tensorboard,datasets,text,pictures,evaluation,remote,ray,megatron,docs,test
+EXTRAS ?= deepspeed,vision,wandb,tensorboard,datasets,torchjd,text,pictures,evaluation,remote,ray,megatron,docs,test
 CORPUS := data/embedded/dataset.json
 comma := ,
 HAS := $(shell cat $(INSTALLED) 2>/dev/null)

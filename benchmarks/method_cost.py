@@ -58,6 +58,10 @@ BALANCING: dict[str, tuple[Settings, str]] = {
     "gradnorm": (make_settings("balancer", "gradnorm"), "4T"),
     "gradnorm, representation": (make_settings("balancer", "gradnorm", at="representation"), ""),
     "group_dro": (make_settings("balancer", "group_dro"), ""),
+    "famo": (make_settings("balancer", "famo"), ""),
+    "stch": (make_settings("balancer", "stch"), ""),
+    "jd upgrad": (make_settings("balancer", "jd"), ""),
+    "jd mgda": (make_settings("balancer", "jd", method="mgda"), ""),
 }
 """Settings, and the FLOPs that TRP's Table 3 states."""
 MINIMAX = {

@@ -30,6 +30,8 @@ BALANCING: dict[str, dict[str, Any]] = {
     "famo": {"kind": "famo", "lr": 0.1},
     "stch": {"kind": "stch", "form": "logarithms", "scale": "initial", "mu": 0.1},
     "weights": {"kind": "gradnorm", "lr": 0.05},
+    "jd": {"kind": "jd", "method": "aligned_mtl"},
+    "jd representation": {"kind": "jd", "method": "mgda", "at": "representation"},
     "representation": {"kind": "gradnorm", "lr": 0.05, "at": "representation", "total": "paper"},
 }
 ACCUMULATIONS = {1: Layout(micro_size=8), 2: Layout(micro_size=4)}
@@ -37,7 +39,7 @@ ACCUMULATIONS = {1: Layout(micro_size=8), 2: Layout(micro_size=4)}
 
 def run(layout: Layout, balancing: str) -> tuple[Result, dict[str, Any]]:
     """Weights and the balancer's state after a run over ten tasks, or all eleven where next sentences pass the tap."""
-    objective = {"other": "task", "next_sentence": "outside" if balancing == "weights" else "inside"}
+    objective = {"other": "task", "next_sentence": "outside" if balancing in ("weights", "jd") else "inside"}
     sections = {"balancer": BALANCING[balancing], "objective": objective, "training": {"steps": STEPS}}
     trainer = trainer_for(layout, small_config(layout, **sections), absent=sometimes_absent)
     initial = trainer.engine.full_weights()

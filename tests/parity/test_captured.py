@@ -42,6 +42,7 @@ CASES: dict[str, dict[str, Any]] = {
     "lagged": {"balancer__estimate": "lagged", "balancer__alpha_schedule": "spread"},
     "micro": {"balancer__estimate": "micro"},
     "gradnorm": {"balancer__kind": "gradnorm", "objective__next_sentence": "outside"},
+    "jd": {"balancer__kind": "jd", "objective__next_sentence": "outside"},
     "uncertainty": {"balancer__kind": "uncertainty"},
     "group dro, average": {"balancer__kind": "group_dro", "hooks": "weight_average"},
     "mae_tiny": {},

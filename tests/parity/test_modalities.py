@@ -24,8 +24,9 @@ BALANCING: dict[str, dict[str, Any]] = {
     "dwa": {"kind": "dwa", "interval_steps": 1, "temperature": 0.05},
     "gradnorm": {"kind": "gradnorm", "lr": 0.05},
     "representation": {"kind": "gradnorm", "lr": 0.05, "at": "representation"},
+    "jd": {"kind": "jd"},
 }
-ACROSS = ("minimax", "uncertainty", "gradnorm", "representation")
+ACROSS = ("minimax", "uncertainty", "gradnorm", "representation", "jd")
 """Compared over engines here; the other balancers read nothing but losses, and all are in test_balancers.py."""
 LAYOUTS = {
     "accumulation 1": Layout(micro_size=8),

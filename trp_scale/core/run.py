@@ -87,10 +87,10 @@ class TappedObjective(Objective, Protocol):
         ...
 
     def task_gradients(self, batch: Batch, at: TapPlace, gradient: Tensor) -> dict[int, Tensor]:
-        """Return each task's part of a tap's gradient, [rows, D], by index.
+        """Return each task's part of a tap's gradient by index, all of one shape, [..., D].
 
-        With `at` = weights the rows are those of `shared_inputs`: (part^T shared_inputs) [D, K] is the task's gradient
-        of the shared layer's weights.
+        With `at` = weights the shape is [rows, D], with the rows of `shared_inputs`: (part^T shared_inputs) [D, K] is
+        the task's gradient of the shared layer's weights.
         """
         ...
 

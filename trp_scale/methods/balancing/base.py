@@ -133,9 +133,7 @@ class LossReadingBalancer(TaskBalancer):
 
     def excess(self, losses: Tensor) -> Tensor:
         """Return the losses [T] above their references, clamped above 0; unscaled without `scale: reference`."""
-        if self.settings.scale == "reference":
-            return self.remaining_losses(losses)
-        return losses.clamp(min=SMALLEST_LOSS)
+        return self.remaining_losses(losses) if self.settings.scale == "reference" else losses.clamp(min=SMALLEST_LOSS)
 
     def after_step(self, ctx: StepContext) -> None:
         first = torch.where(self.first_losses.isnan() & (ctx.counts > 0), ctx.losses, self.first_losses)

@@ -17,8 +17,8 @@ from trp_scale.core.batch import Batch, TaskLosses
 from trp_scale.core.engine import Trains
 from trp_scale.core.hooks import StepContext
 from trp_scale.core.run import Objective, RunContext, TappedObjective, TapPlace
-from trp_scale.methods.balancing.base import LossReadingBalancer, TaskAdam
-from trp_scale.methods.balancing.settings import GradNormSettings
+from trp_scale.methods.balancing.base import LossReadingBalancer, TaskAdam, TaskBalancer
+from trp_scale.methods.balancing.settings import GradNormSettings, TapSettings
 
 
 @dataclass
@@ -30,12 +30,16 @@ class _Tapped:
     shared_inputs: Tensor | None = None
 
 
+COLUMNS = 2**18
+"""Entries per task that are converted to float64 at once: 2 MiB each."""
+
+
 class TaskGradients:
     """Collects the gradient of each task over a window, one micro-batch at a time.
 
     A tap is read when the next micro-batch gets its tap, so only one is in memory. At `weights`, the gradients by the
-    weights of the shared layer are summed over micro-batches and ranks before the norm. At `representation`, each row
-    is in one micro-batch, so the squares are summed.
+    weights of the shared layer are summed over micro-batches and ranks before their inner products. At
+    `representation`, each row is in one micro-batch, so the inner products are summed.
 
     Args:
         tasks: positions of the measured tasks.
@@ -69,23 +73,24 @@ class TaskGradients:
             self._pending.shared_inputs = losses.shared_inputs
 
     def norms(self, engine: Trains) -> Tensor:
-        """Return the norm of each task's gradient over the global batch, 0 for tasks not measured, [T] float64. Call it
-        once, after the last backward pass."""
+        """Return the norms of the tasks' gradients over the global batch, [T] float64, in place of `gramian`."""
+        return self.gramian(engine).diagonal().sqrt()
+
+    def gramian(self, engine: Trains) -> Tensor:
+        """Return the inner products of the tasks' gradients over the global batch, 0 for tasks not measured, [T, T]
+        float64. Call it once, after the last backward pass."""
         self._fold()
         assert self._sums is not None, "no micro-batch of this step was tapped"
         sums, self._sums = self._sums, None
-        if self.at == "representation":
-            sums = self._by_rank(sums.sqrt(), engine)
-        reduced = engine.reduce_hook_gradient(sums).flatten(1)
-        norms = torch.linalg.vector_norm(reduced, dim=1, dtype=torch.float64)  # [tasks]
-        every = torch.zeros(len(self.objective.tasks), dtype=torch.float64, device=self.device)
-        return every.index_copy(0, self._places, norms)
-
-    def _by_rank(self, norms: Tensor, engine: Trains) -> Tensor:
-        """Return this rank's norms [tasks] in its column of [tasks, ranks], 0 elsewhere. The engine's reduction divides
-        gradients by its factor, hence norms and not squares."""
-        group = engine.data_group
-        return torch.nn.functional.pad(norms[:, None], (group.rank, group.size - group.rank - 1))
+        if self.at == "weights":
+            products = inner_products(engine.reduce_hook_gradient(sums))
+        else:  # the engine divides by its factor for a gradient; products need it twice
+            reduced = engine.reduce_hook_gradient(torch.cat([sums.flatten(), torch.ones_like(sums[0, :1])]))
+            products = (reduced[:-1] * (reduced[-1] / engine.data_group.size)).view_as(sums)
+        size = len(self.objective.tasks)
+        every = torch.zeros(size, size, dtype=torch.float64, device=self.device)
+        every[self._places[:, None], self._places] = products
+        return every
 
     @torch.no_grad()
     def _fold(self) -> None:
@@ -96,10 +101,8 @@ class TaskGradients:
         pending.tap.grad = None  # frees it: the caller's losses may keep the tap longer
         parts = self.objective.task_gradients(pending.batch, self.at, gradient)
         if self.at == "representation":
-            norms = torch.stack(
-                [torch.linalg.vector_norm(parts[task], dtype=torch.float64) for task in self.tasks]
-            )  # [tasks]
-            self._sums = norms.square() if self._sums is None else self._sums + norms.square()
+            products = inner_products(torch.stack([parts[task] for task in self.tasks]))  # [tasks, tasks]
+            self._sums = products if self._sums is None else self._sums + products
         else:
             self._add_products(parts, pending.shared_inputs)
 
@@ -113,35 +116,25 @@ class TaskGradients:
             self._sums[position] += parts[task].to(inputs.dtype).T @ inputs  # [D, rows] [rows, K]
 
 
-SMALLEST_WEIGHT = 1e-3
-"""Lower bound of a weight; their mean is 1. A weight of 0 has no gradient norm and could not recover."""
+def inner_products(gradients: Tensor) -> Tensor:
+    """Return the Gramian [K, K] float64 of gradients [K, ...]."""
+    parts = (part.double() for part in torch.split(gradients.flatten(1), COLUMNS, dim=1))
+    return torch.stack([part @ part.T for part in parts]).sum(0)
 
 
-class GradNorm(LossReadingBalancer):
-    """Gradient descent on L_grad = sum_t |G_t - mean(G) r_t^alpha| by the weights w, with constant targets.
-
-    G_t = w_t |grad L_t| is the norm of the task's gradient by the last shared weights, or by the shared representation.
-    r_t is L_t / L_t(0) divided by its mean. So dL_grad / dw_t = sign(G_t - target_t) |grad L_t|. The w start at 1 and
-    always sum to T. `total` scales the weights of the step, not G. An absent task keeps its w and its moments.
-
-    Taps give the gradients, without a backward pass per task (TaskGradients).
+class TappingBalancer(TaskBalancer):
+    """Taps every micro-batch that trains the weights. The subclass reads `gradients_of_tasks` in `gradients`.
 
     Raises:
         RefusedError: a single balanced task, an objective without taps, or a balanced task that passes no tap.
     """
 
-    settings: GradNormSettings
+    settings: TapSettings
 
-    def __init__(self, settings: GradNormSettings, run: RunContext) -> None:
+    def __init__(self, settings: TapSettings, run: RunContext) -> None:
         super().__init__(settings, run)
-        tapped = check_taps(self.objective, settings.at)
+        tapped = check_taps(self.objective, settings)
         self.gradients_of_tasks = TaskGradients(tapped, self.objective.balanced, settings.at, self.device)
-        self.task_weights = self.vector(1.0)
-        self.adam = TaskAdam(self.vector(0.0), settings.lr)
-        self._sizes, self._norms, self._targets, self._rates = (self.vector(torch.nan) for _ in range(4))
-
-    def balanced_weights(self, ctx: StepContext, losses: Tensor | None) -> Tensor:
-        return self.scale_total(self.task_weights, ctx.counts)
 
     def before_step(self, ctx: StepContext) -> None:
         super().before_step(ctx)
@@ -155,6 +148,32 @@ class GradNorm(LossReadingBalancer):
     def total(self, ctx: StepContext, losses: TaskLosses) -> Tensor:
         self.gradients_of_tasks.note(losses)
         return super().total(ctx, losses)
+
+
+SMALLEST_WEIGHT = 1e-3
+"""Lower bound of a weight; their mean is 1. A weight of 0 has no gradient norm and could not recover."""
+
+
+class GradNorm(TappingBalancer, LossReadingBalancer):
+    """Gradient descent on L_grad = sum_t |G_t - mean(G) r_t^alpha| by the weights w, with constant targets.
+
+    G_t = w_t |grad L_t| is the norm of the task's gradient by the last shared weights, or by the shared representation.
+    r_t is L_t / L_t(0) divided by its mean. So dL_grad / dw_t = sign(G_t - target_t) |grad L_t|. The w start at 1 and
+    always sum to T. `total` scales the weights of the step, not G. An absent task keeps its w and its moments.
+
+    Taps give the gradients, without a backward pass per task (TaskGradients).
+    """
+
+    settings: GradNormSettings
+
+    def __init__(self, settings: GradNormSettings, run: RunContext) -> None:
+        super().__init__(settings, run)
+        self.task_weights = self.vector(1.0)
+        self.adam = TaskAdam(self.vector(0.0), settings.lr)
+        self._sizes, self._norms, self._targets, self._rates = (self.vector(torch.nan) for _ in range(4))
+
+    def balanced_weights(self, ctx: StepContext, losses: Tensor | None) -> Tensor:
+        return self.scale_total(self.task_weights, ctx.counts)
 
     @torch.no_grad()
     def gradients(self, ctx: StepContext) -> None:
@@ -211,8 +230,8 @@ class GradNorm(LossReadingBalancer):
         self.adam.load_state_dict(state["adam"])
 
 
-def check_taps(objective: Objective, at: TapPlace) -> TappedObjective:
-    """Return the objective if it can measure the gradients of all balanced tasks at this place.
+def check_taps(objective: Objective, settings: TapSettings) -> TappedObjective:
+    """Return the objective if it can measure the gradients of all balanced tasks at `settings.at`.
 
     Raises:
         RefusedError: it cannot, or fewer than two tasks are balanced; names the flag to change.
@@ -220,18 +239,18 @@ def check_taps(objective: Objective, at: TapPlace) -> TappedObjective:
     names = [objective.tasks[position] for position in objective.balanced]
     if len(names) < 2:
         raise RefusedError(
-            f"--balancer.kind gradnorm compares the gradients of at least two tasks, but {names} are balanced; "
+            f"--balancer.kind {settings.kind} compares the gradients of at least two tasks, but {names} are balanced; "
             "allowed: --balancer.kind uniform"
         )
     if not isinstance(objective, TappedObjective):
         raise RefusedError(
-            f"--balancer.kind gradnorm needs the gradient of each task, but the objective {type(objective).__name__} "
-            "does not measure it; allowed: any other --balancer.kind"
+            f"--balancer.kind {settings.kind} needs the gradient of each task, but the objective "
+            f"{type(objective).__name__} does not measure it; allowed: any other --balancer.kind"
         )
-    passing = objective.tapped_tasks(at)
+    passing = objective.tapped_tasks(settings.at)
     if aside := [objective.tasks[position] for position in objective.balanced if position not in passing]:
         raise RefusedError(
-            f"--balancer.at {at}: the balanced task(s) {', '.join(aside)} do not pass the last layer that the "
+            f"--balancer.at {settings.at}: the balanced task(s) {', '.join(aside)} do not pass the last layer that the "
             "others share; allowed: --balancer.at representation, a setting that excludes them from balancing "
             "(such as --objective.next_sentence outside), or another --balancer.kind"
         )

@@ -87,6 +87,14 @@ class RatioSettings(LossReadingSettings):
             )
 
 
+@dataclass(kw_only=True)
+class TapSettings(Settings):
+    """Settings of balancers that compare the gradients of tasks."""
+
+    at: Literal["weights", "representation"] = setting("weights")
+    """Measure each task's gradient by the weights of the last shared layer, or by the shared representation."""
+
+
 @component("balancer", "uniform", "trp_scale.methods.balancing.base:Uniform")
 @dataclass(kw_only=True)
 class UniformSettings(FixedSumSettings):
@@ -201,16 +209,24 @@ class UncertaintySettings(RatioSettings):
 
 @component("balancer", "gradnorm", "trp_scale.methods.balancing.gradnorm:GradNorm")
 @dataclass(kw_only=True)
-class GradNormSettings(FixedSumSettings, RatioSettings):
+class GradNormSettings(FixedSumSettings, RatioSettings, TapSettings):
     """Weights for equal training rates (Chen et al. 2018, Algorithm 1)."""
 
-    at: Literal["weights", "representation"] = setting("weights")
-    """Measure the norm of each task's gradient by the weights of the last shared layer (Chen et al.), or by the shared
-    representation."""
     alpha: float = setting(1.5, at_least=0)
     """Strength of the force towards equal training rates (Chen et al.)."""
     lr: float = setting(0.025, above=0)
     """Learning rate of the task weights (Adam without decay)."""
+
+
+@component("balancer", "jd", "trp_scale.methods.balancing.jd:JacobianDescent")
+@dataclass(kw_only=True)
+class JdSettings(TapSettings):
+    """Weights by TorchJD from the inner products of the tasks' gradients in the previous step (Quinton and Rey 2024).
+    Needs the extra torchjd. The host computes them: each step waits for the gradients of the previous one."""
+
+    method: Literal["upgrad", "dualproj", "pcgrad", "mgda", "aligned_mtl", "imtl_g", "fairgrad", "cagrad"] = "upgrad"
+    """Weighting of TorchJD. upgrad: mean of gradients projected onto their dual cone. dualproj: their mean, projected
+    (GEM). mgda: smallest convex combination. fairgrad: alpha = 1. cagrad: c = 0.5; also needs cvxpy and clarabel."""
 
 
 @component("balancer", "dwa", "trp_scale.methods.balancing.dwa:Dwa")

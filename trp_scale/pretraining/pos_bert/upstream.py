@@ -147,14 +147,16 @@ class PosMaskedLanguageModelling:
         return Tap(TAPS[at], (rows, masked if at == "weights" else 1 + masked, self.hidden_size))
 
     def task_gradients(self, batch: Batch, at: TapPlace, gradient: Tensor) -> dict[int, Tensor]:
-        """Return the gradient at the words of each task, 0 elsewhere."""
+        """Return the gradient at the rows of each task, 0 elsewhere."""
         rows = gradient if at == "weights" else gradient[:, 1:]  # [R, M, D]
         words = rows.flatten(0, 1)  # [R * M, D]
         members = self._membership(batch).to(words.dtype)  # [R * M, tasks of words]
         parts = {task: words * members[:, task, None] for task in range(self.next_sentence)}
-        if at == "representation":
-            parts[self.next_sentence] = gradient[:, 0]  # [R, D]
-        return parts
+        if at == "weights":
+            return parts
+        count, masked, _ = rows.shape
+        padded = {task: F.pad(part.view(count, masked, -1), (0, 0, 1, 0)) for task, part in parts.items()}
+        return padded | {self.next_sentence: F.pad(gradient[:, :1], (0, 0, 0, masked))}  # [R, 1 + M, D]
 
 
 def make_objective(config: PosBertConfig, groups: Sequence[str]) -> PosMaskedLanguageModelling:

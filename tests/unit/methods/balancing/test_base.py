@@ -43,6 +43,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "dwa": {"kind": "dwa", "interval_steps": 2},
     "dwa reference": {"kind": "dwa", "interval_steps": 1, "scale": "reference", "reference": {"a": 0.5}},
     "gradnorm": {"kind": "gradnorm"},
+    "jd": {"kind": "jd"},
+    "jd mgda": {"kind": "jd", "method": "mgda", "at": "representation"},
+    "jd pcgrad": {"kind": "jd", "method": "pcgrad"},
+    "jd imtl_g": {"kind": "jd", "method": "imtl_g"},
     "gradnorm representation": {"kind": "gradnorm", "at": "representation", "total": "paper"},
 }
 
