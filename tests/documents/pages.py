@@ -9,7 +9,14 @@ from dataclasses import dataclass
 from tests.commands import ROOT, Command, commands_of
 
 DOCS = ROOT / "docs"
-WALKTHROUGHS = ("quickstart.md", "own_text.md", "own_images.md", "own_modalities.md", "coming_from.md")
+WALKTHROUGHS = (
+    "quickstart.md",
+    "own_text.md",
+    "own_sources.md",
+    "own_images.md",
+    "own_modalities.md",
+    "coming_from.md",
+)
 """Pages whose blocks are run in order, in a folder of their own."""
 FENCE = re.compile(r"^```(\w*)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 REASON = re.compile(r"<!-- not run: (.+?) -->\n\Z", re.DOTALL)

@@ -71,6 +71,8 @@ def write_inputs(directory: Path) -> None:
     """What the pages say that a reader has: text, images, maps, GLUE, models in directories named as on the hub."""
     write_texts(directory / "my_texts", 0)
     write_texts(directory / "other_texts", 20)
+    for number, source in enumerate(("books", "news", "notes")):
+        write_texts(directory / "my_sources" / source, 20 * number)
     write_images(directory / "my_images")
     write_rooms(directory / "rooms")
     write_glue(directory / "glue")

@@ -1,4 +1,5 @@
-"""Commands that read trained runs: `report`, `watch`, `evaluate`, `probe`, `represent`, `compare`, `export`."""
+"""Commands that read trained runs: `report`, `reference`, `watch`, `evaluate`, `probe`, `represent`, `compare`,
+`export`."""
 
 from __future__ import annotations
 
@@ -55,6 +56,27 @@ def report(argv: Sequence[str]) -> int:
     print(table(run_dir, run.history), end="")
     print("".join(f"{line}\n" for line in drawn), end="")
     print(write_page(run, [] if arguments.pictures is None else list_pictures(arguments.pictures)))
+    return 0
+
+
+@dataclass(kw_only=True)
+class ReferenceArguments:
+    """Write the losses of a run's tasks to a file for --balancer.reference_file, and the mean weights. If the tasks are
+    sources, also print the --data.path whose shares are these weights, for a second run with --balancer.kind
+    proportional (DoReMi)."""
+
+    run: Annotated[Path, tyro.conf.arg(metavar="DIR")]
+    """Run directory with metrics.jsonl."""
+    output: Annotated[Path, tyro.conf.arg(metavar="FILE")]
+    """JSON file to write."""
+
+
+def reference(argv: Sequence[str]) -> int:
+    """`trp-scale reference`."""
+    arguments = read(ReferenceArguments, argv, prog="trp-scale reference")
+    from trp_scale.reporting.reference import write_reference
+
+    print("\n".join(write_reference(arguments.run, arguments.output)))
     return 0
 
 

@@ -41,6 +41,7 @@ COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
     },
     "evaluate": {
         "report": ("evaluation", "print a run's results, and plot them on a page"),
+        "reference": ("evaluation", "write a run's losses and weights for the balancer of a second run"),
         "watch": ("evaluation", "serve that page while the run is training"),
         "evaluate": ("evaluation", "measure runs again, also on other data and corrupted images"),
         "probe": ("evaluation", "measure the features of a frozen encoder"),

@@ -4,6 +4,7 @@ elements, random weights."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from trp_scale.config.settings import Settings
 from trp_scale.core.batch import TaskLosses
 from trp_scale.core.hooks import Balancer, StepContext
 from trp_scale.core.run import RunContext, tensor_seed
+from trp_scale.data.index import read_fields
 from trp_scale.methods.balancing.settings import FixedSumSettings, LossReadingSettings, RandomSettings, UniformSettings
 
 
@@ -107,10 +109,15 @@ class LossReadingBalancer(TaskBalancer):
 
     def __init__(self, settings: LossReadingSettings, run: RunContext) -> None:
         super().__init__(settings, run)
-        tasks = self.objective.tasks
-        if unknown := sorted(set(settings.reference) - set(tasks)):
-            raise RefusedError(f"balancer.reference names unknown tasks {unknown}; allowed: {list(tasks)}")
-        reference = [settings.reference.get(task, 0.0) for task in tasks]
+        tasks, losses, flag = self.objective.tasks, settings.reference, "balancer.reference"
+        if settings.reference_file:
+            losses, flag = read_reference(Path(settings.reference_file)), "balancer.reference_file"
+            if missing := [tasks[task] for task in self.objective.balanced if tasks[task] not in losses]:
+                raise RefusedError(f"{flag} {settings.reference_file} has no loss of {missing}, which are balanced")
+            run.data_group.require_equal(str(sorted(losses.items())), f"{flag} {settings.reference_file}")
+        if unknown := sorted(set(losses) - set(tasks)):
+            raise RefusedError(f"{flag} names unknown tasks {unknown}; allowed: {list(tasks)}")
+        reference = [losses.get(task, 0.0) for task in tasks]
         self.reference = torch.tensor(reference, dtype=torch.float64).to(self.device)
         # NaN marks a task not seen so far.
         self.first_losses = self.vector(torch.nan)
@@ -159,6 +166,12 @@ class LossReadingBalancer(TaskBalancer):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.first_losses = state["first_losses"].to(self.device)
+
+
+def read_reference(path: Path) -> dict[str, float]:
+    """Read the losses of a file of `trp-scale reference`, by task."""
+    losses: dict[str, float] = read_fields(path).take("losses", dict[str, float])
+    return losses
 
 
 BETAS = (0.9, 0.999)

@@ -51,6 +51,9 @@ class IntervalMeans:
 class Dwa(LossReadingBalancer):
     """T softmax((L[e-1] / L[e-2]) / temperature) over the balanced tasks; 1 each in the first two intervals.
 
+    With `accumulate`, the ratios of all intervals so far are summed in the softmax (GRAPE, Fan et al. 2025: the weights
+    of the last interval times exp(-rate x rate of improvement)).
+
     An interval is an epoch (paper) or `interval_steps`. L are means over the applied steps in which the task was
     present. A task with fewer than two means gets the mean of the other ratios.
 
@@ -70,26 +73,35 @@ class Dwa(LossReadingBalancer):
             )
         nothing, unseen = self.vector(0.0), self.vector(torch.nan)
         self.means = IntervalMeans(interval=0, sums=nothing, steps=nothing, last=unseen, earlier=unseen)
+        self.past_ratios = nothing
+        """Sum of the ratios of the intervals before that of `means`."""
 
     def known_means(self, step: int) -> IntervalMeans:
         """Return the means that are known at a step."""
         return self.means.interval_means(step // self.interval_steps)
 
-    def ratios(self, step: int) -> Tensor:
+    def ratios(self, means: IntervalMeans) -> Tensor:
         """Return L[e-1] / L[e-2], [T]; the mean of the known ratios for other tasks, 1 if none is known."""
-        means = self.known_means(step)
         known = self.balanced & ~means.earlier.isnan()
         ratios = torch.where(known, self.remaining_losses(means.last) / self.remaining_losses(means.earlier), 0.0)
         mean = torch.where(known.any(), ratios.sum() / known.sum().clamp(min=1), 1.0)
         return torch.where(known, ratios, mean)
 
     def balanced_weights(self, ctx: StepContext, losses: Tensor | None) -> Tensor:
-        scores = torch.where(self.balanced, self.ratios(ctx.step) / self.settings.temperature, -torch.inf)
+        means = self.known_means(ctx.step)
+        ratios = self.ratios(means) + (self.sum_past(means) if self.settings.accumulate else 0.0)
+        scores = torch.where(self.balanced, ratios / self.settings.temperature, -torch.inf)
         return self.scale_total(len(self.objective.balanced) * torch.softmax(scores, dim=0), ctx.counts)
+
+    def sum_past(self, means: IntervalMeans) -> Tensor:
+        """Return the sum of the ratios of the intervals before that of `means`, [T]."""
+        return self.past_ratios if means is self.means else self.past_ratios + self.ratios(self.means)
 
     def after_step(self, ctx: StepContext) -> None:
         super().after_step(ctx)
         means = self.known_means(ctx.step)
+        if self.settings.accumulate:
+            self.past_ratios = self.sum_past(means)
         self.means = replace(
             means,
             sums=ctx.commit(means.sums + ctx.losses, means.sums),
@@ -103,7 +115,7 @@ class Dwa(LossReadingBalancer):
             **super().metrics(),
             "interval": step // self.interval_steps,
             "interval_steps": self.interval_steps,
-            "ratios": self.by_task(self.ratios(step)),
+            "ratios": self.by_task(self.ratios(self.known_means(step))),
         }
 
     def state_dict(self) -> dict[str, Any]:
@@ -113,9 +125,12 @@ class Dwa(LossReadingBalancer):
             **super().state_dict(),
             "interval": interval,
             "interval_means": {name: vector.cpu() for name, vector in vectors.items()},
+            **({"past_ratios": self.past_ratios.cpu()} if self.settings.accumulate else {}),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
         vectors = {name: vector.to(self.device) for name, vector in state["interval_means"].items()}
         self.means = IntervalMeans(interval=int(state["interval"]), **vectors)
+        if self.settings.accumulate:
+            self.past_ratios = state["past_ratios"].to(self.device)

@@ -28,16 +28,21 @@ class LossReadingSettings(Settings):
     step. reference: minus a reference."""
     reference: dict[str, float] = setting(dict)
     """Reference loss by task name, for scale = reference."""
+    reference_file: str = ""
+    """File with the reference losses of all balanced tasks, which trp-scale reference writes from an earlier run."""
 
     def problems(self, config: Any) -> Iterator[str]:
-        if self.scale == "reference" and not self.reference:
+        if self.scale == "reference" and bool(self.reference) == bool(self.reference_file):
             yield (
-                "--balancer.scale is reference but --balancer.reference is empty; allowed, for example: verb 2.1 noun 3"
+                f"--balancer.scale is reference, with --balancer.reference {self.reference or 'empty'} and "
+                f"--balancer.reference_file {self.reference_file or 'empty'}; allowed: one of the two, for example "
+                "--balancer.reference verb 2.1 noun 3"
             )
 
     def cautions(self, config: Any, steps_per_epoch: int) -> Iterator[str]:
-        if self.reference and self.scale != "reference":
-            yield f"--balancer.reference is given but --balancer.scale is {self.scale}: it has no effect"
+        for name in ("reference", "reference_file"):
+            if getattr(self, name) and self.scale != "reference":
+                yield f"--balancer.{name} is given but --balancer.scale is {self.scale}: it has no effect"
 
 
 @dataclass(kw_only=True)
@@ -238,6 +243,9 @@ class DwaSettings(FixedSumSettings, RatioSettings):
     """Temperature of the softmax over the loss ratios (Liu et al.)."""
     interval_steps: int = setting(0, at_least=0)
     """Number of steps over which losses are averaged; 0 = one epoch (paper)."""
+    accumulate: bool = False
+    """Sum the loss ratios of all intervals, so that a task whose loss falls slowly gains weight in each of them: the
+    weights of GRAPE (Fan et al. 2025), whose step size is 1 / temperature."""
 
     def cautions(self, config: Any, steps_per_epoch: int) -> Iterator[str]:
         yield from super().cautions(config, steps_per_epoch)

@@ -96,6 +96,34 @@ def dwa(tasks: list[int], *, interval: int, temperature: float) -> Reference:
     return weigh
 
 
+def grape(tasks: list[int], *, interval: int, rate: float) -> Reference:
+    """GRAPE (arXiv 2505.20380): z_t <- z_t exp(-rate r_t) at the end of each interval, with the rate of improvement
+    r_t = (L[e-2] - L[e-1]) / L[e-2]; tasks without two means take the mean rate of the others."""
+    sums: dict[int, list[float]] = {t: [] for t in tasks}
+    means: dict[int, list[float]] = {t: [] for t in tasks}
+    z = dict.fromkeys(tasks, 1.0)
+    current = 0
+
+    def weigh(seen: Seen) -> dict[int, float]:
+        nonlocal current
+        if seen.step // interval > current:
+            current = seen.step // interval
+            for t in tasks:
+                if sums[t]:
+                    means[t].append(sum(sums[t]) / len(sums[t]))
+                sums[t].clear()
+            rates = {t: 1 - means[t][-1] / means[t][-2] for t in tasks if len(means[t]) >= 2}
+            others = sum(rates.values()) / len(rates) if rates else 0.0
+            for t in tasks:
+                z[t] *= math.exp(-rate * rates.get(t, others))
+        weights = {t: len(tasks) * value / sum(z.values()) for t, value in z.items()}
+        for t in seen.losses:
+            sums[t].append(seen.loss(t))
+        return {t: weights[t] for t in tasks if t in seen.losses}
+
+    return weigh
+
+
 def famo(tasks: list[int], *, lr: float, gamma: float) -> Reference:
     """Liu et al., Algorithm 1, under torch's Adam as in their code; the loss after a step is that of the next batch in
     which the task is present."""

@@ -18,6 +18,7 @@ from tests.unit.methods.balancing.plain_references import (
     dwa,
     famo,
     gradnorm,
+    grape,
     group_dro,
     stch,
     uncertainty,
@@ -91,6 +92,11 @@ CASES = {
     "stch logarithms": Case(
         settings={"kind": "stch", "mu": 0.5, "preference": {"c": 0.5}, "form": "logarithms", "scale": "initial"},
         reference=lambda: stch(TASKS, mu=0.5, preference={0: 1.0, 1: 1.0, 2: 0.5}, logarithms=True),
+    ),
+    "grape": Case(
+        settings={"kind": "dwa", "interval_steps": 3, "temperature": 0.1, "accumulate": True},
+        reference=lambda: grape(TASKS, interval=3, rate=10.0),
+        total=1.0,
     ),
     "dwa": dwa_case("1"),
     "dwa paper": dwa_case("paper"),

@@ -22,7 +22,7 @@ def config(kind: str = "minimax", **balancer: Any) -> Config:
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        ({"scale": "reference"}, "--balancer.reference is empty"),
+        ({"scale": "reference"}, "--balancer.reference_file"),
         ({"alpha": float("inf")}, "--balancer.alpha is inf"),
         ({"loss_ema": 1.0}, "--balancer.loss_ema is 1.0"),
         ({"kind": "group_dro", "rate": 0.0}, "--balancer.rate is 0.0"),
