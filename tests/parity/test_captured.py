@@ -46,6 +46,7 @@ CASES: dict[str, dict[str, Any]] = {
     "uncertainty": {"balancer__kind": "uncertainty"},
     "group dro, average": {"balancer__kind": "group_dro", "hooks": "weight_average"},
     "mae_tiny": {},
+    "mae_tiny color": {"multilevel__kind": "color"},
     "mm_mae_tiny": {},
     "mm_mae_tiny gradnorm": {"balancer__kind": "gradnorm", "balancer__at": "representation"},
     "adpe_tiny": {},

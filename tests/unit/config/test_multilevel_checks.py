@@ -33,7 +33,7 @@ def problem(**changes: Any) -> str:
     return str(caught.value)
 
 
-KINDS = ("none", "head", "joint", "fine_tuning", "reconstruction")
+KINDS = ("none", "color", "head", "joint", "fine_tuning", "reconstruction")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -67,6 +67,7 @@ def test_every_number_has_a_range() -> None:
             {"multilevel__kind": "joint", "hooks": ["gradient_noise_scale"], "batch__micro_size": 32},
             "--multilevel.kind joint has two kinds of micro-batches, but the hook gradient_noise_scale",
         ),
+        ({"multilevel__kind": "color", "multilevel__fine_sigma": 1.5}, "--multilevel.fine_sigma is 1.5"),
         ({"multilevel__kind": "fine_tuning", "multilevel__proximity": 210.0}, "a proximity below 208.333"),
         (
             {

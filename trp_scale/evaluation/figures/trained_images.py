@@ -117,7 +117,7 @@ class TrainedImages(TrainedRun):
         config = self.config
         images, words = _read_squares(files, config.crops.size, config.crops.interpolation, config.training.seed)
         split = split_patches(config.crops.size, config.vision.patch_size, config.masking.ratio)
-        visible, masked = draw_masks(words[:, None], split)  # [R, 1, V], [R, 1, M]
+        visible, masked = draw_masks(words[:, None], split, config.multilevel)  # [R, 1, V], [R, 1, M]
         fields = {
             "images": images.unsqueeze(1),
             "visible": torch.from_numpy(visible),

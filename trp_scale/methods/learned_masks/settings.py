@@ -37,6 +37,24 @@ class RandomMasksSettings(MultilevelSettings):
     """Draw masks at random."""
 
 
+@component("multilevel", "color", "trp_scale.methods.learned_masks.hook:random_masks")
+@dataclass(kw_only=True)
+class ColorSettings(MultilevelSettings):
+    """Draw masks from filtered noise (ColorMAE): no network, no labels, no cost; what a learned mask has to beat."""
+
+    noise: Literal["red", "blue", "green", "purple"] = setting("green")
+    """red: low-pass, large masked areas. blue: high-pass, evenly spread. green: band-pass, clusters of one size; the
+    best in ColorMAE. purple: band-stop."""
+    sigma: float = setting(1.0, above=0, at_most=16)
+    """Standard deviation of the blur, in patches."""
+    fine_sigma: float = setting(0.5, above=0)
+    """green, purple: standard deviation of the finer blur, in patches; smaller than sigma."""
+
+    def problems(self, config: MaskedAutoencoderConfig) -> Iterator[str]:
+        if self.noise in ("green", "purple") and self.fine_sigma >= self.sigma:
+            yield f"--multilevel.fine_sigma is {self.fine_sigma:g}, allowed: below --multilevel.sigma {self.sigma:g}"
+
+
 @dataclass(kw_only=True)
 class LearnedMasksSettings(MultilevelSettings):
     """Settings of kinds with a masking network, which gives each patch a probability. The most probable patches are

@@ -1,13 +1,15 @@
 """Batches of images: decode each image once, cut the crops, draw the masks.
 
-The visible patches of a crop are sampled without replacement (He et al. 2022, section 3). Every draw is a hash of the
-crop's word, so a mask depends on (seed, row key, masking, crop) only.
+The visible patches of a crop are sampled without replacement (He et al. 2022, section 3), or by filtered noise
+(multilevel.kind color). Every draw is a hash of the crop's word, so a mask depends on (seed, row key, masking, crop)
+only.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,6 +23,8 @@ from trp_scale.data.images.leakage import refuse_test_sets
 from trp_scale.data.mixture import MemberPath
 from trp_scale.data.plan import Addresses, row_states
 from trp_scale.data.sources import Rows, require_kind
+from trp_scale.methods.learned_masks.color_noise import order_by_noise
+from trp_scale.methods.learned_masks.settings import ColorSettings
 from trp_scale.pretraining.mae.settings import MaeConfig
 from trp_scale.pretraining.tasks import source_field
 
@@ -28,17 +32,20 @@ _MASK = np.uint64(name_hash("mask: patches"))
 _PLACE = np.uint64(MOST_PATCHES - 1)
 
 
-def draw_masks(words: Words, split: PatchSplit) -> tuple[Integers, Integers]:
-    """Draw the visible and masked patches of each crop. Each set of V patches is equally likely.
+def draw_masks(words: Words, split: PatchSplit, noise: Any = None) -> tuple[Integers, Integers]:
+    """Draw the visible and masked patches of each crop. Each set of V patches is equally likely without `noise`.
 
     Args:
         words: [R, k] one word per crop (`crops.crop_words`).
         split: N and V; N is at most MOST_PATCHES (checked in config/images.py).
+        noise: settings of the masks; other kinds than `color` are ignored.
 
     Returns:
         visible [R, k, V] and masked [R, k, N - V], patch numbers row by row, ascending.
     """
-    order = random_order(mix(words ^ _MASK), split.patches)  # [R, k, N]
+    words = mix(words ^ _MASK)
+    colored = isinstance(noise, ColorSettings)
+    order = order_by_noise(noise, words, split.patches) if colored else random_order(words, split.patches)  # [R, k, N]
     visible, masked = np.sort(order[:, :, : split.visible], axis=2), np.sort(order[:, :, split.visible :], axis=2)
     return visible, masked
 
@@ -83,7 +90,7 @@ class ImageBatchBuilder:
         began = time.perf_counter()
         states = row_states(addresses, seed=self._seed, maskings=self._maskings)
         rows = self._rows.read(addresses, self._cropper.scales(states))
-        visible, masked = draw_masks(crop_words(states, self._crops), self.split)
+        visible, masked = draw_masks(crop_words(states, self._crops), self.split, self._config.multilevel)
         fields = {
             "images": cut_images(self._cropper, self._cropper.draw(states, rows.sizes), rows),
             "visible": torch.from_numpy(visible),
