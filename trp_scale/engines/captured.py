@@ -11,13 +11,13 @@ set to static tensors. Dropout is seeded per micro-batch outside of the graphs. 
 pool, because a micro-batch is finished before the next begins.
 
 Graphs are captured before the first step, for each mode (shapes of the batch, extras, with or without gradients). Other
-modes run without a graph and are counted.
+modes run without a graph and are counted. All ranks capture a mode, or none does: they agree after each recording.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from trp_scale.core.batch import Batch, Extra, TaskLosses
 from trp_scale.core.engine import EngineError
 from trp_scale.core.run import Objective
-from trp_scale.distributed.groups import Group
+from trp_scale.distributed.groups import Group, RankError, run_on_all_ranks
 
 Result = TypeVar("Result")
 Replay = Callable[[], None]
@@ -52,11 +52,26 @@ class CudaGraphs:
         self.pool = torch.cuda.graph_pool_handle()  # type: ignore[no-untyped-call]
 
     def record(self, work: Callable[[], Result]) -> tuple[Result, Replay]:
-        graph = torch.cuda.CUDAGraph()
-        # thread_local: the loader's threads may pin memory meanwhile
-        with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
-            result = work()
+        graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.stream.device)
+        try:
+            # thread_local: the loader's threads may pin memory meanwhile
+            with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
+                result = work()
+        except Exception as error:
+            torch.cuda.set_stream(current)
+            self._restore(graph)
+            raise error.__context__ or error from None  # the end of an invalid capture raises again
         return result, graph.replay
+
+    def _restore(self, graph: torch.cuda.CUDAGraph) -> None:
+        """End a failed capture. Older torch versions raise at its end before they close the pool and the generator:
+        later memory events would wait for the capture, and dropout would raise."""
+        device = self.stream.device.index
+        with suppress(RuntimeError):  # it has ended
+            torch._C._cuda_endAllocateToPool(device, self.pool)
+        graph.reset()  # type: ignore[no-untyped-call]
+        generator = torch.cuda.default_generators[device]
+        generator.graphsafe_set_state(generator.clone_state())
 
 
 RECORDERS: dict[str, type[Recorder]] = {"cuda": CudaGraphs}
@@ -90,6 +105,7 @@ class CapturedEngine(Protocol):
     """Engine whose micro-batches can be captured."""
 
     device: torch.device
+    data_group: Group
     module: nn.Module
 
     @property
@@ -192,7 +208,8 @@ class Captured:
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
-        """Context of passes that capture their modes, after the same passes without graphs."""
+        """Context of passes that capture their modes, after the same passes without graphs. Collective: the ranks run
+        passes of the same modes in the same order."""
         self._captures = True
         try:
             yield
@@ -287,24 +304,41 @@ class Captured:
         return graph
 
     def _try_capture(self, key: Any, objective: Objective, batch: Batch) -> None:
-        """Capture the graphs of a mode, or capture none if one fails: a number is read on the host, or memory ends."""
+        """Capture the graphs of a mode, or capture none if a rank fails: a number is read on the host, or memory
+        ends."""
         try:
             self._modes[key] = self._capture(objective, batch)
-        except RuntimeError as error:
-            cause = error.__context__ or error  # the end of a failed capture raises again
-            self.give_up(f"{type(cause).__name__}: {str(cause).partition(chr(10))[0]}")
+        except RankError as error:
+            self.give_up(str(error).partition("\n")[0])
+
+    def _on_all_ranks(self, action: Callable[[], Result]) -> Result:
+        """Return the result of an action that succeeds on all ranks. Collective.
+
+        Raises:
+            RankError: it failed on a rank.
+        """
+        results: list[Result] = []
+        run_on_all_ranks(self.engine.data_group, "capturing", lambda: results.append(action()))
+        return results[0]
+
+    def _allocate(self, batch: Batch) -> Batch:
+        """Allocate static gradients, once for all modes, because the graph of a window's last micro-batch reads those
+        of other modes; return a static batch."""
+        if not self._static_gradients:
+            self._static_gradients = [torch.zeros_like(holder) for holder in self.engine.gradient_holders()]
+        return static_batch(batch)
 
     def _capture(self, objective: Objective, batch: Batch) -> Mode:
         """Capture the graphs of a mode. Drops the gradients of the present window."""
         self.engine.discard_gradients()
-        static = static_batch(batch)
+        static = self._on_all_ranks(lambda: self._allocate(batch))
         coefficients = torch.zeros(len(objective.tasks), dtype=torch.float64, device=self.engine.device)
 
         def forward() -> tuple[TaskLosses, Tensor]:
             losses = self.losses_of(objective, static)
             return losses, losses.sums @ coefficients
 
-        (losses, total), replay = self.recorder.record(forward)
+        (losses, total), replay = self._on_all_ranks(lambda: self.recorder.record(forward))
         mode = Mode(batch=static, losses=losses, forward=replay, coefficients=coefficients)
         self.engine.forget_forward_events()
         if total.requires_grad:
@@ -327,8 +361,6 @@ class Captured:
         """
         self.engine.discard_gradients()
         holders, extras = self.engine.gradient_holders(), mode.batch.extras
-        if not self._static_gradients:  # for all: the graph of a window's last micro-batch reads those of other modes
-            self._static_gradients = [torch.zeros_like(holder) for holder in holders]
         for holder, static in zip(holders, self._static_gradients, strict=True):
             holder.grad = None if first else static
         for extra in extras.values():
@@ -339,7 +371,7 @@ class Captured:
             gradients = {number: holder.grad for number, holder in enumerate(holders) if holder.grad is not None}
             return {number: self._to_static(number, gradient) for number, gradient in gradients.items()}
 
-        gradients, replay = self.recorder.record(backward)
+        gradients, replay = self._on_all_ranks(lambda: self.recorder.record(backward))
         if not first:  # without parameters that take no part
             used = mode.backwards[True, last].gradients
             gradients = {number: gradient for number, gradient in gradients.items() if number in used}

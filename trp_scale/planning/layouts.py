@@ -20,7 +20,7 @@ from trp_scale.engines.ddp import BUCKET_BYTES, ReducedParameter, cut_into_bucke
 from trp_scale.planning.clusters import Cluster
 from trp_scale.planning.counting import Checkpointing, Counted
 from trp_scale.planning.tensor_parallel import declared_plan, degrees
-from trp_scale.training.micro_size import WORKSPACE
+from trp_scale.training.micro_size import BESIDE_GRAPHS, WORKSPACE, static_gradient_bytes
 
 MASTER = 4
 """Bytes per number of the optimizer: fp32 weights, gradients and moments."""
@@ -45,7 +45,8 @@ class LayoutChoice:
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Peak bytes of one rank in a step, by purpose."""
+    """Peak bytes of one rank in a step, by purpose. `captured`: static memory of CUDA graphs, and what a pass without
+    graphs needs while they keep their pool."""
 
     weights: float
     gradients: float
@@ -55,6 +56,7 @@ class Memory:
     activations: float = 0.0
     masks: float = 0.0
     hooks: float = 0.0
+    captured: float = 0.0
     workspace: float = float(WORKSPACE)
     host: float = 0.0
 
@@ -457,8 +459,11 @@ def memory(counted: Counted, layout: Layout, *, ranks: int, micro: int, accumula
     part = layout.part(counted)
     # Learned masks: copy of the weights and direction; weight_average: the average.
     copies = 2 * bool(counted.network) + ("weight_average" in counted.config.hooks)
+    saved, config = part.saved(layout.checkpointing, layout.rounded), counted.config
+    static = static_gradient_bytes(config, layout.sharers(ranks)) * part.parameters
     return Memory(
-        activations=part.saved(layout.checkpointing, layout.rounded).step_bytes(micro),
+        activations=saved.step_bytes(micro),
+        captured=static + BESIDE_GRAPHS * saved.row * micro * (config.training.capture == "on"),
         masks=layout.network_bytes(counted.network, ranks),
         hooks=copies * MASTER * part.parameters / layout.sharers(ranks),
         **layout.states(counted, ranks, several=accumulation > 1),

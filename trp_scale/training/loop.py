@@ -308,7 +308,8 @@ class Trainer:
                 self._rehearse_window(window, step)
         graphs = [self._rehearse_window(window, step + 1) for window in windows]  # with other dropout than captured
         distance = largest_distance(torch.stack(graphs), torch.stack(without))
-        if not distance <= CAPTURED_DISTANCE[self.config.training.precision]:  # also NaN
+        differs = not distance <= CAPTURED_DISTANCE[self.config.training.precision]  # also NaN
+        if any(self.engine.data_group.gather_objects(differs)):
             captured.give_up(f"losses or gradient norms of the graphs differ by {distance:.1e} from those without")
         captured.replays = captured.uncaptured = 0
 

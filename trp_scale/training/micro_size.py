@@ -50,7 +50,7 @@ METHODS = 12
 
 BESIDE_GRAPHS = 0.25
 """Share of a row's bytes reserved in captured runs. CUDA graphs keep their memory, so a validation needs its own: a
-forward pass without saved activations. Not measured."""
+forward pass without saved activations. Static batches are included. Not measured."""
 
 FITTED = (2, 4)
 """Rows of the two estimates; even, because mixup mixes pairs of rows."""
@@ -249,6 +249,7 @@ def count_memory(
     shared_by = config.fsdp.shard_ranks or environment.data.size
     states = METHODS + (0.0 if config.fsdp.offload else state_bytes(engine_name, stage, shared_by))
     states += 2 * (config.training.weights == "bf16")  # in addition to the fp32 masters
+    states += static_gradient_bytes(config, shared_by if engine_rules(engine_name).shards_everything else 1)
     row = round(activations.row * (1 + BESIDE_GRAPHS * (config.training.capture == "on")))
     return Need(fixed=activations.fixed + round(states * parameters) + WORKSPACE, row=row)
 
@@ -308,6 +309,15 @@ def state_bytes(engine_name: str, stage: int | None, ranks: int) -> float:
     if stage == 3:
         return 20 / ranks
     return 16
+
+
+def static_gradient_bytes(config: Config, ranks: int) -> float:
+    """Return the bytes per parameter of the fp32 gradients that outlive CUDA graphs. The graphs compute others.
+
+    Args:
+        ranks: ranks that share the gradients.
+    """
+    return 4 / ranks if config.training.capture == "on" else 0.0
 
 
 def first_rows(upstream: Upstream, count: int) -> Batch:
