@@ -3,21 +3,32 @@ compares whole runs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import TypeVar, cast
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
-from tests.recorded import HostReadError, recorded_on_cpu
+from tests.ranks import Ranks
+from tests.recorded import HostReadError, RecordedOperations, Result, recorded_on_cpu
 from tests.settings import changed
+from tests.synthetic import Layout, data_group, make_engine, small_config
+from tests.synthetic import batch as synthetic_batch
 from trp_scale.core.batch import Batch, Extra, TaskLosses
 from trp_scale.core.engine import EngineError
 from trp_scale.core.run import task_losses
 from trp_scale.distributed.groups import ALONE
-from trp_scale.engines.captured import choose
+from trp_scale.engines.captured import RECORDERS, Captured, CudaGraphs, Replay, choose
+from trp_scale.engines.fsdp import FsdpEngine
 from trp_scale.engines.plain import PlainEngine
 from trp_scale.pretraining.pos_bert.settings import PosBertConfig
+from trp_scale.pretraining.pos_bert.upstream import PosMaskedLanguageModelling
+
+T = TypeVar("T")
 
 CPU = torch.device("cpu")
 SHIFT = Extra("shift")
@@ -129,6 +140,7 @@ def test_gradients_of_a_window(deep: tuple[bool, ...]) -> None:
 
 
 def test_a_window_with_an_uncaptured_micro_batch() -> None:
+    """A shape without graphs is counted for each micro-batch, and named once."""
     objective = Squares()
     eager, engine = engine_of("off"), captured_engine(objective, batch(0))
     for rows in (3, 2, 3, 2):
@@ -146,16 +158,16 @@ def test_a_window_with_an_uncaptured_micro_batch() -> None:
 
 
 def test_the_gradient_of_an_extra() -> None:
-    """Added up over micro-batches; a hook may set it to None."""
+    """Added up over micro-batches; a hook may set it to None, after a step or between micro-batches."""
     objective = Squares()
     engine = captured_engine(objective, batch(0, shift=torch.zeros(4, requires_grad=True)))
     eager, shifts = engine_of("off"), []
     for each in (eager, engine):
         shift = torch.ones(4, requires_grad=True)
         seen = []
-        for step in range(2):
-            for seed in (1, 2):
-                backward(each, objective, batch(10 * step + seed, shift=shift))
+        for seeds in ((1, 2), (11, 12), (21,), (22,)):
+            for seed in seeds:
+                backward(each, objective, batch(seed, shift=shift))
             seen.append(shift.grad)
             shift.grad = None
         shifts.append(seen)
@@ -183,6 +195,117 @@ def test_an_objective_that_reads_a_number_runs_without_graphs() -> None:
     assert_equal_gradients(engine, eager)
     assert engine.captured_graphs is not None and engine.captured_graphs.replays == 0
     assert [HostReadError.__name__ in notice for notice in engine.captured_graphs.notices] == [True]
+
+
+def test_after_close_micro_batches_run_without_graphs() -> None:
+    """Their static memory is dropped."""
+    objective = Squares()
+    eager, engine = engine_of("off"), captured_engine(objective, batch(0))
+    graphs = engine.captured_graphs
+    assert graphs is not None
+    backward(engine, objective, batch(1))
+    memory = [weakref.ref(tensor) for tensor in (*graphs._static_gradients, *mode_fields(graphs))]
+    graphs.close()
+    graphs.recorder.recordings.clear()  # type: ignore[attr-defined]
+    assert memory and [reference() for reference in memory if reference() is not None] == []
+    for each in (eager, engine):
+        backward(each, objective, batch(2))
+    assert_equal_gradients(engine, eager)
+    assert (graphs.replays, graphs.uncaptured) == (1, 1)
+
+
+def mode_fields(graphs: Captured) -> list[Tensor]:
+    return [tensor for mode in graphs._modes.values() for tensor in mode.batch.fields.values()]
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("no memory is free"), RuntimeError("an operation failed")])
+@pytest.mark.parametrize("number", [1, 2])
+def test_an_error_while_capturing(monkeypatch: pytest.MonkeyPatch, error: RuntimeError, number: int) -> None:
+    """In the forward graph or in the backward graph: all micro-batches run without graphs, and a line has the error."""
+
+    class Failing(RecordedOperations):
+        def record(self, work: Callable[[], Result]) -> tuple[Result, Replay]:
+            recording = super().record(work)
+            if len(self.recordings) == number:
+                raise error
+            return recording
+
+    monkeypatch.setitem(RECORDERS, "cpu", Failing)
+    objective = Squares()
+    eager, engine = engine_of("off"), captured_engine(objective, batch(0), batch(0, deep=False))
+    for each in (eager, engine):
+        backward(each, objective, batch(1))
+    assert_equal_gradients(engine, eager)
+    graphs = engine.captured_graphs
+    assert graphs is not None and (graphs.replays, graphs.uncaptured) == (0, 1)
+    assert [(type(error).__name__ in notice, str(error) in notice) for notice in graphs.notices] == [(True, True)]
+    assert len(graphs.recorder.recordings) == number  # type: ignore[attr-defined]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_after_a_failed_cuda_graph() -> None:
+    """Current stream, allocator and random numbers work as before, and another graph can be captured."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    graphs, stream = CudaGraphs(device), torch.cuda.current_stream()
+    numbers = torch.ones(8, device=device)
+    for work in (lambda: numbers.sum().item(), lambda: torch.rand(8, device=device).nonzero()):
+        with pytest.raises(RuntimeError):
+            graphs.record(work)
+        assert torch.cuda.current_stream() == stream and not torch.cuda.is_current_stream_capturing()
+        torch.cuda.manual_seed(0)
+        drawn = torch.rand(8, device=device)
+        torch.cuda.manual_seed(0)
+        assert torch.equal(drawn, torch.rand(8, device=device))
+        torch.cuda.empty_cache()
+        doubled, replay = graphs.record(lambda: numbers * 2)
+        replay()
+        assert torch.equal(doubled, numbers * 2)
+
+
+def on_fsdp(work: Callable[[FsdpEngine, PosMaskedLanguageModelling], list[T]]) -> list[T]:
+    """Return the result of a function of an engine with one micro-batch in a step, with recorded operations."""
+    with recorded_on_cpu():
+        config = small_config(Layout(engine="fsdp", micro_size=4), training={"capture": "on"})
+        engine, objective = make_engine(Layout(engine="fsdp", micro_size=4), config, data_group())
+        assert isinstance(engine, FsdpEngine)
+        engine.train(True)
+        result = work(engine, objective)
+        engine.close()
+        return result
+
+
+def norms_by_capture(engine: FsdpEngine, objective: PosMaskedLanguageModelling) -> list[float]:
+    """Norms of the gradient of the summed losses: without graphs, while they are captured, and of two replays."""
+    graphs, norms = engine.captured_graphs, []
+    assert graphs is not None
+    for capture in (False, True, False, False):
+        with graphs.capturing() if capture else nullcontext():
+            losses = task_losses(objective, engine, synthetic_batch(range(4)))
+            engine.backward(losses.sums.sum(), last=True)
+        norms.append(float(engine.check_gradients()))
+        engine.discard_gradients()
+    assert (graphs.replays, graphs.uncaptured) == (3, 1)
+    return norms
+
+
+def test_the_factor_of_fsdp_appears_once(two_ranks: Ranks) -> None:
+    """FSDP2 averages over two ranks and multiplies the loss by 2; the balancer's pass does not."""
+    for uncaptured, *captured in two_ranks(on_fsdp, norms_by_capture):
+        assert uncaptured > 0 and captured == [uncaptured] * 3
+
+
+def states_of_gathers(engine: FsdpEngine, objective: PosMaskedLanguageModelling) -> list[bool]:
+    """Whether FSDP2 keeps an event of a gather after a forward pass, and then after it is told to forget it."""
+    objective(engine, synthetic_batch(range(4)))
+    shared = cast(FSDPModule, engine.module)._get_fsdp_state()._comm_ctx
+    shared.all_gather_state = shared.all_gather_state or object()  # a GPU's event; a CPU has none
+    kept = shared.all_gather_state is not None
+    engine.forget_forward_events()
+    return [kept, shared.all_gather_state is not None]
+
+
+def test_fsdp_forgets_the_events_of_a_forward_graph(two_ranks: Ranks) -> None:
+    assert two_ranks(on_fsdp, states_of_gathers) == [[True, False]] * 2
 
 
 def test_a_hidden_input_is_seen() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.settings import changed
 from tests.unit.planning.small import counted
 from trp_scale.planning.layouts import (
     Collective,
@@ -118,6 +119,19 @@ def test_what_fsdp_offloads_is_on_the_host() -> None:
     """Weights, gradients and two moments of 4 bytes over 4 ranks; what micro-batches add up stays."""
     found = states(FsdpLayout(engine="fsdp", offload=True), ranks=4, accumulation=2)
     assert found == {"gradients": 400, "host": 400, "gathered": 4 * (40 + 2 * 20), "buckets": 4 * 2 * 20}
+
+
+def test_memory_of_captured_graphs() -> None:
+    """Static gradients of 4 bytes, sharded by FSDP2, and a quarter of the 10 bytes of 5 rows; 0 without capture."""
+    model = counted()
+    config = changed(model.config, training={"capture": "on"})
+    model.config = config
+    for layout, gradients in ((PlainLayout(engine="plain"), 400), (FsdpLayout(engine="fsdp"), 100)):
+        ranks = 400 // gradients
+        size = memory(model, layout, ranks=ranks, micro=5, accumulation=1)
+        assert size.captured == gradients + 0.25 * 10 * 5
+        uncaptured = memory(counted(), layout, ranks=ranks, micro=5, accumulation=1)
+        assert uncaptured.captured == 0 and size.device == uncaptured.device + size.captured
 
 
 def test_memory_of_cut_matrices_is_of_a_rank_s_part_and_moments_of_its_rows() -> None:
