@@ -34,12 +34,17 @@ class Recording(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[tuple[Any, Any, Any, Any]] = []
+        self._scattered: int | None = None  # address of the last reduce-scatter's output
 
     def __torch_dispatch__(self, operation: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
         if operation._opname in READS:
             raise HostReadError(f"{operation} reads a number on the host")
         given = tree_map_only(torch.Tensor, torch.ops.aten.alias, (arguments, named or {}))
         result = operation(*arguments, **(named or {}))
+        if operation._opname == "copy_" and arguments[0].data_ptr() == self._scattered:
+            return result  # gloo copies from memory of its own when the work is waited for, as `replay` does
+        if operation._opname == "_reduce_scatter_base_":
+            self._scattered = arguments[0].data_ptr()
         if not is_view(operation):
             self.calls.append((operation, *given, tree_map_only(torch.Tensor, torch.ops.aten.alias, result)))
         return result
