@@ -24,6 +24,7 @@ FEW = {
     "checkpoint__every": 200,
     "validation__every": 500,
     "logging__every": 10,
+    "logging__progress": False,  # nobody reads the pipe before the end
     "data__workers": 1,
 }
 

@@ -90,7 +90,9 @@ class MaskedPatchReconstruction:
         errors = errors.double()
         if (weights := batch.extras.get(PATCH_WEIGHTS)) is not None:
             errors = errors * weights
-        return TaskLosses(sums=errors.sum((1, 2)) @ self._membership(batch), counts=self.count(batch))
+        rows = errors.sum((1, 2))  # [R]
+        sums = rows @ self._membership(batch) if self._sources else (rows @ batch["row_weights"].double()).reshape(1)
+        return TaskLosses(sums=sums, counts=self.count(batch))
 
     def errors(self, forward: Callable[..., MaeOutput], batch: Batch) -> Tensor:
         """Return the mean squared error of each masked patch, [R, k, M]."""
