@@ -62,8 +62,8 @@ def report(argv: Sequence[str]) -> int:
 @dataclass(kw_only=True)
 class ReferenceArguments:
     """Write the losses of a run's tasks to a file for --balancer.reference_file, and the mean weights. If the tasks are
-    sources, also print the --data.path whose shares are these weights, for a second run with --balancer.kind
-    proportional (DoReMi)."""
+    sources, also write FILE with the suffix .txt, for --data.path: the mixture whose shares are these weights, for a
+    second run with --balancer.kind proportional (DoReMi)."""
 
     run: Annotated[Path, tyro.conf.arg(metavar="DIR")]
     """Run directory with metrics.jsonl."""

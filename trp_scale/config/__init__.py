@@ -75,7 +75,7 @@ class DataConfig(Section):
     """Data set, loader workers, and order of the rows."""
 
     path: str = ""
-    """Directory with dataset.json, or several with weights: 'books:0.7=/a,wiki:0.3=/b'."""
+    """Directory with dataset.json, or several with weights: 'books:0.7=/a,wiki:0.3=/b', or a .txt file of this."""
     workers: int = setting(1, at_least=0)
     """Loader processes per rank, at most the number of its CPUs; 0 = load in the training process. The three sources of
     learned masks share them; each has at least one."""

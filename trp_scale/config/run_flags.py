@@ -96,8 +96,16 @@ def parse(argv: Sequence[str]) -> Arguments:
         SystemExit: 2 for an unknown or wrong flag (prints the nearest), 0 after `--help`.
     """
     arguments = parse_run(argv, Arguments, PretrainConfig, prog="trp-scale pretrain")
+    read_mixture_file(arguments.config)
     check(arguments.config)
     return arguments
+
+
+def read_mixture_file(config: Config) -> None:
+    """Replace a `data.path` that names a text file by its content, so that the run records the mixture itself."""
+    path = Path(config.data.path)
+    if path.suffix == ".txt" and path.is_file():
+        config.data.path = path.read_text(encoding="utf-8").strip()
 
 
 def parse_run(argv: Sequence[str], kind: type[AnyArguments], settings: type[Config], *, prog: str) -> AnyArguments:
@@ -152,6 +160,7 @@ def make_arguments(arguments: Arguments, hooks: Sequence[str] | None, settings: 
         document[name] = {**document.get(name, {}), **value} if isinstance(value, Mapping) else value
     arguments.config = from_dict(document, source="trp_scale.pretrain")
     _check_flags(arguments)
+    read_mixture_file(arguments.config)
     check(arguments.config)
     return arguments
 

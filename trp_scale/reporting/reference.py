@@ -13,6 +13,7 @@ from trp_scale.config.schema import Fields
 from trp_scale.data.index import write_json
 from trp_scale.data.mixture import parse_members
 from trp_scale.errors import RefusedError
+from trp_scale.storage.files import write_text
 from trp_scale.training.metrics import read_history
 from trp_scale.training.rundir import CONFIG_FILE
 
@@ -21,7 +22,8 @@ SHARES = 10_000
 
 
 def write_reference(run_dir: Path, output: Path) -> list[str]:
-    """Write the mean loss and the mean weight of each task of a run; return lines for the user.
+    """Write the mean loss and the mean weight of each task of a run; return lines for the user. If the tasks are
+    sources, also write the `data.path` with the weights as shares, with the suffix .txt.
 
     The losses are those on held-out rows at the last validation, or without one those of the last tenth of the logged
     steps. The weights are means over all logged steps, 0 where a task is absent.
@@ -52,7 +54,9 @@ def write_reference(run_dir: Path, output: Path) -> list[str]:
     lines = [f"{output}: losses at step {step} ({where}): {shown}"]
     members = parse_members(Fields(read_yaml(run_dir / CONFIG_FILE), CONFIG_FILE).document["data"]["path"])
     if {name for name, _, _ in members} == set(weights):
-        lines.append(f"--data.path {reweighted_path(members, weights)}")
+        path = output.with_suffix(".txt")
+        write_text(path, reweighted_path(members, weights) + "\n")
+        lines.append(f"{path}: value of --data.path with the mean weights as shares")
     return lines
 
 
