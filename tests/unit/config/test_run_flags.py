@@ -156,3 +156,10 @@ def test_reading_the_command_line_does_not_import_torch_or_deepspeed() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_a_mixture_is_read_from_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "mixture.txt"
+    path.write_text("books:2=/a,wiki:1=/b\n")
+    assert parse([*TINY, "--data.path", str(path)]).config.data.path == "books:2=/a,wiki:1=/b"
+    assert parse([*TINY, "--data.path", "/c/missing.txt"]).config.data.path == "/c/missing.txt"
