@@ -120,6 +120,17 @@ def unique_names(classes: Sequence[str]) -> list[str]:
     return [name if counts[name] == 1 else f"{name} ({number})" for number, name in enumerate(classes)]
 
 
+def label_ranks(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Return the rank [R] of each label [R] among the descending logits [R, C], from 0.
+
+    Ties go to the lower class. The rank is C if a logit is not finite.
+    """
+    logit = logits.gather(1, labels[:, None])  # [R, 1]
+    lower = torch.arange(logits.shape[1], device=logits.device) < labels[:, None]  # [R, C]
+    before = (logits > logit) | ((logits == logit) & lower)
+    return before.sum(1).masked_fill(~logits.isfinite().all(1), logits.shape[1])
+
+
 class GatheredRows:
     """Per-row outputs of all ranks in stored order, for metrics over whole sets of predictions."""
 
@@ -167,14 +178,15 @@ def image_names(plan: Plan, datasets: Sequence[ImageDataset]) -> list[str]:
         DataError: an index is missing, or a key is not a relative path within a folder.
     """
     addresses = plan.locate(np.arange(plan.rows))
-    keys = [_keys(dataset) for dataset in datasets]
+    keys = [image_keys(dataset) for dataset in datasets]
     names = []
     for member, block, row in zip(addresses.member, addresses.block, addresses.row, strict=True):
         names.append(keys[member][int(datasets[member].blocks.first[block]) + int(row)])
     return names
 
 
-def _keys(dataset: ImageDataset) -> list[str]:
+def image_keys(dataset: ImageDataset) -> list[str]:
+    """Return the keys of a data set's images in stored order; see `image_names`."""
     keys = dataset.samples.keys()
     wrong = next((key for key in keys if not is_within(key)), None)
     if wrong is not None:

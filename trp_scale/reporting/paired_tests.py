@@ -33,6 +33,15 @@ ROUNDING = 1e-12
 """Differences that vary by less than this share of the largest figure count as equal."""
 
 
+def wilson_interval(share: float, count: int) -> tuple[float, float]:
+    """Return the interval at LEVEL of a proportion that is `share` among `count` rows (Wilson 1927)."""
+    z = statistics.NormalDist().inv_cdf(0.5 + LEVEL / 2)
+    scale = 1 + z**2 / count
+    centre = (share + z**2 / (2 * count)) / scale
+    half = z * math.sqrt(share * (1 - share) / count + (z / (2 * count)) ** 2) / scale
+    return max(0.0, centre - half), min(1.0, centre + half)
+
+
 @dataclass(frozen=True, kw_only=True)
 class PairedTest:
     """Two-sided paired test.

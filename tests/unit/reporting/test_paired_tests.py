@@ -14,6 +14,7 @@ from trp_scale.reporting.paired_tests import (
     paired_test,
     spread,
     visible_effect,
+    wilson_interval,
 )
 
 
@@ -81,3 +82,9 @@ def test_the_visible_difference_is_seen_as_often_as_it_says(level: float) -> Non
     differences = generator.normal(effect, 1.0, size=(trials, seeds))
     seen = stats.ttest_1samp(differences, 0.0, axis=1).pvalue < level
     assert seen.mean() == pytest.approx(POWER, abs=0.02)
+
+
+@pytest.mark.parametrize(("hits", "count"), [(0, 3), (3, 3), (5, 10), (997, 1000)])
+def test_the_interval_of_a_share_is_scipys(hits: int, count: int) -> None:
+    expected = stats.binomtest(hits, count).proportion_ci(0.95, method="wilson")
+    assert wilson_interval(hits / count, count) == pytest.approx((expected.low, expected.high), abs=1e-12)

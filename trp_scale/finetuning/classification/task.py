@@ -24,7 +24,7 @@ from trp_scale.distributed.environment import Environment
 from trp_scale.distributed.groups import Group, on_rank_zero
 from trp_scale.finetuning.classification.batch import MeasuredImages, TrainingImages
 from trp_scale.finetuning.classification.settings import ClassificationTaskConfig
-from trp_scale.finetuning.measurement import GatheredRows, image_names, unique_names, write_table
+from trp_scale.finetuning.measurement import GatheredRows, image_names, label_ranks, unique_names, write_table
 from trp_scale.finetuning.task import (
     ImageTask,
     TaskObjective,
@@ -159,17 +159,6 @@ class Accuracy:
             }
         }
         return figures
-
-
-def label_ranks(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the rank [R] of each label [R] among the descending logits [R, C], from 0.
-
-    Ties go to the lower class. The rank is C if a logit is not finite.
-    """
-    logit = logits.gather(1, labels[:, None])  # [R, 1]
-    lower = torch.arange(logits.shape[1], device=logits.device) < labels[:, None]  # [R, C]
-    before = (logits > logit) | ((logits == logit) & lower)
-    return before.sum(1).masked_fill(~logits.isfinite().all(1), logits.shape[1])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,8 +30,8 @@ from trp_scale.finetuning.classification.task import (
     Accuracy,
     ClassificationTask,
     ImageClassifier,
-    label_ranks,
 )
+from trp_scale.finetuning.measurement import label_ranks
 from trp_scale.reporting.results import read_results
 
 NAMES = tuple(f"class {number}" for number in range(12))
