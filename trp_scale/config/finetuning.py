@@ -36,6 +36,28 @@ class DownstreamConfig(Settings):
 
 
 @dataclass(kw_only=True)
+class GroupDownstreamConfig(DownstreamConfig):
+    """Classification task with groups of rows. If `groups` is set, each balancer except uniform balances the losses of
+    the groups: --balancer.kind group_dro is group DRO (Sagawa et al. 2020)."""
+
+    groups: str = ""
+    """Report the accuracy by group, and the worst. Images: a CSV file with columns file, label and group, or the file
+    of Waterbirds or CelebA; FILE:COLUMN pairs the label with another column. GLUE: a column of the files."""
+    group_sampling: Literal["rows", "balanced"] = "rows"
+    """rows: each training row is used once per epoch. balanced: each group gives the same number of rows."""
+    least_group: int = setting(10, at_least=1)
+    """Smaller groups of measured rows are reported, but are not the worst."""
+
+    def problems(self, config: Any) -> Iterator[str]:
+        yield from super().problems(config)
+        if self.group_sampling == "balanced" and (not self.groups or self.rows):
+            yield (
+                f"--downstream.group_sampling is balanced, --downstream.groups {self.groups or 'empty'} and "
+                f"--downstream.rows {self.rows}; allowed with it: a file or column of groups, and all rows (0)"
+            )
+
+
+@dataclass(kw_only=True)
 class FinetuneConfig(Config):
     """Settings of one fine-tuning run. Each task derives a class whose `downstream.kind` is the task's name. `model`
     describes the encoder; --from replaces it by the encoder's settings."""

@@ -117,6 +117,11 @@ class ProbeArguments(ReadsEncoder):
     """Without --test: share of the images to hold out, by block names, as in a run."""
     split: Literal["dev", "test"] | None = None
     """Name of the measured split; None = test with --test, else dev."""
+    groups: Annotated[str, tyro.conf.arg(metavar="FILE|COLUMN")] = ""
+    """Report the accuracy by group, and the worst: a file for images, with --task a column of its files, as
+    --downstream.groups of trp-scale finetune."""
+    least_group: int = setting(10, at_least=1)
+    """Smaller groups are reported, but are not the worst."""
     seen: Literal["centre", "whole"] = "centre"
     """Visible part of an image. centre: the shorter side is resized to image_size / centre_share, then the centre
     is cropped. whole: the whole image, resized to a square."""
@@ -328,6 +333,10 @@ class EvaluateArguments(ReadsRuns):
     the share of masked pixels that show an object, which is every class except these."""
     images: Annotated[str, tyro.conf.arg(metavar="DIR")] = ""
     """Detection: folder of the images of --data."""
+    groups: Annotated[str, tyro.conf.arg(metavar="FILE|COLUMN")] = ""
+    """Classifiers: groups of the measured rows, as --downstream.groups of trp-scale finetune; empty = as in the run."""
+    least_group: int = setting(0, at_least=0)
+    """Smaller groups are reported, but are not the worst; 0 = as in the run."""
     split: Literal["dev", "test"] | None = None
     """Name of the measured split; for GLUE, the files to read. None = as in the run; test for images of --data and
     for --data of a pre-training run."""

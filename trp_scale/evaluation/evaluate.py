@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from trp_scale.config import AVERAGE, PretrainConfig, RefusedError, Weights
-from trp_scale.config.finetuning import FinetuneConfig, ImageTaskConfig
+from trp_scale.config.finetuning import FinetuneConfig, GroupDownstreamConfig, ImageTaskConfig
 from trp_scale.data.images.leakage import image_datasets, shared_images
 from trp_scale.data.mixture import MemberPath, parse_members, parse_paths
 from trp_scale.data.plan import HeldOutPlan, held_out
@@ -35,6 +35,7 @@ from trp_scale.finetuning.measurement import (
     refuse_unreadable_rows,
 )
 from trp_scale.finetuning.task import DownstreamTask, build_task, has_training_data, seed_result, task_class
+from trp_scale.methods.balancing.settings import UniformSettings
 from trp_scale.pretraining.base import Upstream, build_upstream, find_upstream
 from trp_scale.reporting.comparison import print_results
 from trp_scale.reporting.results import (
@@ -199,7 +200,9 @@ def evaluate(arguments: EvaluateArguments) -> int:
         pretrained = read_pretrained(arguments.run, arguments.weights)
         if pretrained is not None:
             refuse_flags(
-                arguments, ("robustness", "images", "classes", "predictions", "partial"), "runs of trp-scale finetune"
+                arguments,
+                ("robustness", "images", "classes", "predictions", "partial", "groups"),
+                "runs of trp-scale finetune",
             )
         run_dir = arguments.run if pretrained is None else pretrained.directory
         output = arguments.output or run_dir / EVALUATIONS / _name(arguments, sets)
@@ -284,6 +287,7 @@ def _name(arguments: EvaluateArguments, sets: list[RobustnessSet]) -> str:
     else:
         parts = [Path(arguments.data).resolve().name if arguments.data else "own", arguments.split or ""]
         parts += [str(arguments.rows or ""), "masks" if arguments.background else ""]
+        parts.append("groups" if arguments.groups else "")
     parts.append(arguments.weights if arguments.weights != "last" else "")
     return "-".join(filter(None, parts))
 
@@ -325,6 +329,15 @@ def measured_config(run: ReadRun, arguments: EvaluateArguments, world: int) -> F
     config.batch.global_size = config.batch.micro_rows * world
     task_class(config).measure_on(config, run.checkpoint, arguments.data, arguments.images)
     config.downstream.split = arguments.split or config.downstream.split
+    if isinstance(config.downstream, GroupDownstreamConfig):
+        config.downstream.groups = arguments.groups or config.downstream.groups
+        config.downstream.least_group = arguments.least_group or config.downstream.least_group
+        # Nothing is trained: only measured rows need a group.
+        config.downstream.group_sampling, config.balancer = "rows", UniformSettings()
+    elif arguments.groups:
+        raise RefusedError(
+            f"--groups {arguments.groups}: the run's task is {config.downstream.kind}; allowed: classification and GLUE"
+        )
     return config
 
 
@@ -335,7 +348,8 @@ def _check_data(
     trained on. Collective."""
     if not arguments.data:
         done = on_rank_zero(where.world, f"reading {run.directory}", lambda: read_seed(run.directory / RESULT_FILE))
-        as_measured = config.downstream.split == run.config.downstream.split and not arguments.images
+        as_measured = config.downstream.split == run.config.downstream.split
+        as_measured = as_measured and not (arguments.images or arguments.groups)
         if as_measured and done is not None and done.data and done.data != task.sources.digest():
             raise RefusedError(
                 f"--run {run.directory}: the data at {' and '.join(config.datasets().values())} has changed since the "

@@ -20,11 +20,13 @@ from trp_scale.config.files import read_content
 from trp_scale.core.batch import Batch
 from trp_scale.data.fetch import BatchBuilder
 from trp_scale.data.hashing import Integers
-from trp_scale.data.plan import Addresses, Blocks
+from trp_scale.data.plan import Addresses
+from trp_scale.data.sources import Rows
 from trp_scale.distributed.groups import Group
 from trp_scale.errors import DataError, RefusedError, quote, shorten
 from trp_scale.finetuning.measurement import GatheredRows, Metrics, label_ranks
 from trp_scale.reporting.paired_tests import wilson_interval
+from trp_scale.storage.files import content_key
 
 NO_GROUP = -1
 """Number of the group of a row that has none."""
@@ -180,37 +182,26 @@ IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff")
 
 
 @dataclass(frozen=True, kw_only=True)
-class RowGroups:
-    """Numbers of the groups of all rows of data sets.
+class GroupedBuilder:
+    """Adds the field `groups`, [R] int64, to the batches of a builder; see `fetch.BatchBuilder`.
 
     Attributes:
         first: [blocks] first row of each block, for each data set.
-        numbers: [n] of the rows in stored order, for each data set; NO_GROUP for none.
+        numbers: [n] groups of the rows in stored order, for each data set; NO_GROUP for none.
     """
 
+    builder: BatchBuilder
     first: list[Integers]
     numbers: list[Integers]
-
-    def select(self, addresses: Addresses) -> Integers:
-        """Return the groups of the rows at `addresses`, [R]."""
-        groups = np.full(len(addresses.member), NO_GROUP)
-        for member, (first, numbers) in enumerate(zip(self.first, self.numbers, strict=True)):
-            of_member = addresses.member == member
-            groups[of_member] = numbers[first[addresses.block[of_member]] + addresses.row[of_member]]
-        return groups
-
-
-@dataclass(frozen=True, kw_only=True)
-class GroupedBuilder:
-    """Adds the field `groups`, [R] int64, to the batches of a builder; see `fetch.BatchBuilder`."""
-
-    builder: BatchBuilder
-    groups: RowGroups
 
     def build(self, addresses: Addresses, start: int) -> Batch:
         """Build the batch of rows at `addresses`; the first is at position `start` of the source."""
         batch = self.builder.build(addresses, start)
-        batch.fields["groups"] = torch.from_numpy(self.groups.select(addresses))
+        groups = np.full(len(addresses.member), NO_GROUP)
+        for member, (first, numbers) in enumerate(zip(self.first, self.numbers, strict=True)):
+            of_member = addresses.member == member
+            groups[of_member] = numbers[first[addresses.block[of_member]] + addresses.row[of_member]]
+        batch.fields["groups"] = torch.from_numpy(groups)
         return batch
 
 
@@ -238,23 +229,15 @@ class Groups:
         numbers = {name: number for number, name in enumerate(self.names)}
         return np.array([numbers.get(name, NO_GROUP) for name in names], dtype=np.int64)
 
-    def number_rows(self, names: Sequence[Sequence[str]], blocks: Sequence[Blocks]) -> RowGroups:
-        """Return the numbers of the rows of data sets.
-
-        Args:
-            names: [n] of the rows in stored order, for each data set.
-            blocks: of the data sets.
-        """
-        counts = [np.asarray(table.rows, dtype=np.int64) for table in blocks]
-        return RowGroups(first=[count.cumsum() - count for count in counts], numbers=list(map(self.number, names)))
+    def attach(self, rows: Rows, names: Sequence[Sequence[str]]) -> Rows:
+        """Return rows with a field `groups` in their batches; `names`: [n] in stored order, for each data set."""
+        counts = [np.asarray(table.rows, dtype=np.int64) for table in rows.blocks]
+        first, numbers = [count.cumsum() - count for count in counts], [self.number(part) for part in names]
+        builder = GroupedBuilder(builder=rows.builder, first=first, numbers=numbers)
+        return replace(rows, builder=builder, digests=[*rows.digests, content_key(*self.names, *numbers)])
 
     def require(self, numbers: Integers, rows: str) -> None:
-        """Raise RefusedError if rows have no group.
-
-        Args:
-            numbers: [n] groups of the rows.
-            rows: name of the rows, for the message.
-        """
+        """Raise RefusedError if some of the rows with groups `numbers`, [n], have none; `rows` names them."""
         missing = np.flatnonzero(numbers == NO_GROUP)
         if len(missing):
             raise RefusedError(
@@ -293,6 +276,18 @@ class Groups:
             figures |= {"worst_group": judged[worst], "group_gap": figures["group_average"] - judged[worst]}
             detail["worst_group"] = worst
         return {**figures, "detail": detail}
+
+
+def summarise_rows(source: str, least: int, names: Sequence[str], right: npt.NDArray[np.bool_]) -> dict[str, Any]:
+    """Return `Groups.summarise` of measured rows by the names of their groups, [n].
+
+    Raises:
+        RefusedError: rows have no group.
+    """
+    groups = Groups.from_names(source, least, names)
+    numbers = groups.number(names)
+    groups.require(numbers, "measured")
+    return groups.summarise(numbers, right)
 
 
 class GroupAccuracy:

@@ -6,6 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
@@ -18,7 +19,7 @@ from trp_scale.checkpoint.initial_weights import naming_tensors
 from trp_scale.config import RefusedError
 from trp_scale.config.finetuning import FinetuneConfig, ImageTaskConfig
 from trp_scale.config.registry import find
-from trp_scale.core.batch import Batch
+from trp_scale.core.batch import Batch, TaskLosses
 from trp_scale.core.hooks import Hook
 from trp_scale.core.run import Objective, RunContext
 from trp_scale.data.fetch import BatchBuilder
@@ -31,6 +32,7 @@ from trp_scale.distributed.environment import Environment
 from trp_scale.distributed.groups import Group
 from trp_scale.finetuning.arguments import SCRATCH
 from trp_scale.finetuning.encoders import load_weights, open_encoder
+from trp_scale.finetuning.groups import GroupAccuracy, GroupedBuilder, Groups
 from trp_scale.finetuning.measurement import Metrics, Predictions, all_blocks
 from trp_scale.models.counting import TRAINING_OVER_FORWARD, count_flops
 from trp_scale.reporting.results import SeedResult
@@ -40,15 +42,32 @@ if TYPE_CHECKING:
 
 
 class TaskObjective:
-    """Shared parts of objectives: one balanced task, averaged over rows."""
+    """Shared parts of objectives: one balanced task, averaged over rows, or a task for each group of rows."""
 
+    tasks: tuple[str, ...]
     balanced: tuple[int, ...] = (0,)
     regression: tuple[int, ...] = ()
     in_a_graph = True
+    by_group = False
+
+    def balance_groups(self, groups: Groups) -> None:
+        """Make each group a task."""
+        self.tasks, self.balanced, self.by_group = groups.names, tuple(range(len(groups.names))), True
 
     def count(self, batch: Batch) -> torch.Tensor:
-        """Return the number of rows without padding, [1] float64."""
-        return batch["row_weights"].double().sum().reshape(1)
+        """Return the number of rows of each task without padding, [T] float64."""
+        weights = batch["row_weights"].double()
+        return self._in_groups(batch, weights).sum(0) if self.by_group else weights.sum().reshape(1)
+
+    def sum_rows(self, losses: torch.Tensor, batch: Batch) -> TaskLosses:
+        """Return the sums, [T] float64, of the losses of rows, [R], and their numbers."""
+        losses, weights = losses.double(), batch["row_weights"].double()
+        sums = losses @ self._in_groups(batch, weights) if self.by_group else (losses @ weights).reshape(1)
+        return TaskLosses(sums=sums, counts=self.count(batch))
+
+    def _in_groups(self, batch: Batch, weights: torch.Tensor) -> torch.Tensor:
+        numbers = torch.arange(len(self.tasks), device=weights.device)
+        return (batch["groups"][:, None] == numbers) * weights[:, None]  # [R, T]
 
     def outside_weights(self, counts: torch.Tensor) -> torch.Tensor:
         """Return zeros: every task is balanced."""
@@ -69,6 +88,7 @@ class DownstreamTask(ABC, Generic[Run]):
         unlabelled: why the measured rows have no labels; "" if they have labels.
         pictures: "module:function" that draws predictions (evaluation/figures/represent.py: DrawRuns), or "".
         positions_per_step: sequence positions of a step on all ranks, padding included.
+        groups: of the rows; `None` without.
     """
 
     pictures: ClassVar[str] = ""
@@ -78,6 +98,7 @@ class DownstreamTask(ABC, Generic[Run]):
     unlabelled = ""
     objective: Objective
     positions_per_step: int
+    groups: Groups | None = None
 
     def __init__(self, config: Run, sources: Sources) -> None:
         self.config, self.sources, self.source = config, sources, sources.train
@@ -100,6 +121,16 @@ class DownstreamTask(ABC, Generic[Run]):
     @abstractmethod
     def metrics(self) -> Metrics:
         """Return an empty collector of metrics."""
+
+    def use_groups(self, groups: Groups | None, objective: TaskObjective) -> None:
+        """Report by group, and balance the losses of the groups if the balancer is not uniform."""
+        self.groups = groups
+        if groups is not None and self.config.balancer.kind != "uniform":
+            objective.balance_groups(groups)
+
+    def report_groups(self, metrics: Metrics) -> Metrics:
+        """Return metrics that also report groups if there are any."""
+        return metrics if self.groups is None else GroupAccuracy(metrics, self.groups)
 
     def worst_case_batch(self, batch: Batch) -> Batch:
         return batch
@@ -213,6 +244,7 @@ def open_task_sources(
     train_paths: Sequence[MemberPath],
     measured_paths: Sequence[MemberPath] | None,
     learned: Sequence[npt.NDArray[np.bool_]] | None = None,
+    groups: Groups | None = None,
 ) -> Sources:
     """Return sources that yield training rows endlessly, and each measured row once in stored order.
 
@@ -223,14 +255,20 @@ def open_task_sources(
         measured_paths: data sets of `measured`, which are measured as a whole. `None` = the data sets of `train`, of
             which the share data.validation_fraction is held out and measured.
         learned: masks [n] of blocks that may be trained on; `None` = all.
+        groups: of the batches' field `groups`; `None` without.
 
     Raises:
-        RefusedError: a data set has no rows left to train on.
+        RefusedError: a data set has no rows left to train on, or rows that need a group have none.
     """
     config = within_cpus(config, environment.cpus)
     held = config.data.validation_fraction if measured_paths is None else 0.0
     chosen = select_training_blocks(train.blocks, train_paths, held)
     kept = [~mask for mask in chosen] if measured_paths is None else all_blocks(measured.blocks)
+    balanced = groups is not None and getattr(config.downstream, "group_sampling", "rows") == "balanced"
+    if groups is not None:
+        groups.require(select_groups(measured, kept), "measured")
+        if balanced or config.balancer.kind != "uniform":
+            groups.require(select_groups(train, chosen), "training")
     if learned is not None:
         chosen = [mask & may for mask, may in zip(chosen, learned, strict=True)]
     for mask, path in zip(chosen, train_paths, strict=True):
@@ -239,13 +277,16 @@ def open_task_sources(
                 f"{path.path}: no training rows remain after held-out and skipped rows; lower "
                 "--data.validation_fraction, or set --downstream.test_path"
             )
-    learned_from = train
+    learned_from, paths = train, train_paths
+    if groups is not None and balanced:
+        learned_from, paths = sample_groups(train, chosen, groups)
+        chosen = all_blocks(learned_from.blocks)
     if config.downstream.rows:
         learned_from = sample_rows(train, chosen, config.downstream.rows, seed=config.training.seed)
         chosen = all_blocks(learned_from.blocks)
     plan = TrainPlan(
         seed=config.training.seed,
-        members=learned_from.members(train_paths, chosen),
+        members=learned_from.members(paths, chosen),
         blocks_per_group=config.data.blocks_per_group,
     )
     seen = HeldOutPlan(members=measured.members(measured_paths or train_paths, kept))
@@ -317,11 +358,13 @@ class SampledRows:
     Attributes:
         identities: [n] of the rows; equal to their identities in the whole data set.
         block, row: [n] stored block, and row within it.
+        member: [n] number of the data set.
     """
 
     identities: Words
     block: Integers
     row: Integers
+    member: Integers
 
     @property
     def keys(self) -> Sequence[str]:
@@ -341,11 +384,35 @@ class SampledRowsBuilder:
 
     def build(self, addresses: Addresses, start: int) -> Batch:
         """Build the batch of rows at `addresses`; the first is at position `start` of the source."""
-        block, row = np.zeros_like(addresses.block), np.zeros_like(addresses.row)
-        for member, chosen in enumerate(self.chosen):
-            here = addresses.present & (addresses.member == member)
-            block[here], row[here] = chosen.block[addresses.block[here]], chosen.row[addresses.block[here]]
-        return self.builder.build(replace(addresses, block=block, row=row), start)
+        block, row, member = (np.zeros_like(addresses.block) for _ in range(3))
+        for number, chosen in enumerate(self.chosen):
+            here = addresses.present & (addresses.member == number)
+            stored = addresses.block[here]
+            block[here], row[here], member[here] = chosen.block[stored], chosen.row[stored], chosen.member[stored]
+        return self.builder.build(replace(addresses, block=block, row=row, member=member), start)
+
+
+def select_groups(rows: Rows, chosen: Sequence[Chosen]) -> Integers:
+    """Return the groups of the rows of the chosen blocks, [n] in stored order."""
+    assert isinstance(rows.builder, GroupedBuilder)
+    tables = zip(rows.builder.numbers, chosen, rows.blocks, strict=True)
+    return np.concatenate([numbers[mask[_block_of_rows(blocks)]] for numbers, mask, blocks in tables])
+
+
+def sample_groups(whole: Rows, allowed: Sequence[Chosen], groups: Groups) -> tuple[Rows, list[MemberPath]]:
+    """Return the rows of the allowed blocks as a mixture with a member of equal weight for each group."""
+    identities, member, block, row = (np.concatenate(parts) for parts in zip(*_row_columns(whole.blocks), strict=True))
+    may = np.concatenate([mask[_block_of_rows(blocks)] for blocks, mask in zip(whole.blocks, allowed, strict=True)])
+    numbers = select_groups(whole, all_blocks(whole.blocks))
+    chosen, paths = [], []
+    for number, name in enumerate(groups.names):
+        rows = np.flatnonzero(may & (numbers == number))
+        if len(rows):
+            columns = {"block": block[rows], "row": row[rows], "member": member[rows]}
+            chosen.append(SampledRows(identities=identities[rows], **columns))
+            paths.append(MemberPath(name=name, weight=Fraction(1), path=Path(groups.source)))
+    builder = SampledRowsBuilder(builder=whole.builder, chosen=chosen)
+    return replace(whole, blocks=chosen, builder=builder, labels=None, stored=()), paths
 
 
 def sample_rows(whole: Rows, allowed: Sequence[Chosen], count: int, *, seed: int) -> Rows:
@@ -370,7 +437,7 @@ def sample_rows(whole: Rows, allowed: Sequence[Chosen], count: int, *, seed: int
     rank = np.arange(len(usable)) - np.repeat(np.cumsum(sizes) - sizes, sizes)  # of a row within its label
     picked = np.sort(usable[rank < np.repeat(label_counts(sizes, count), sizes)])
     chosen = [
-        SampledRows(identities=identities[rows], block=block[rows], row=row[rows])
+        SampledRows(identities=identities[rows], block=block[rows], row=row[rows], member=member[rows])
         for rows in (picked[member[picked] == number] for number in range(len(whole.blocks)))
     ]
     if empty := [number for number, rows in enumerate(chosen) if not len(rows.block)]:

@@ -20,11 +20,13 @@ from trp_scale.config import RefusedError
 from trp_scale.console import Cell, Table, escape_markdown
 from trp_scale.reporting.paired_tests import (
     LEAST_SEEDS,
+    LEVEL,
     SIGNIFICANT,
     Difference,
     can_test,
     correct,
     paired_difference,
+    wilson_interval,
 )
 from trp_scale.reporting.results import (
     AVERAGE,
@@ -233,8 +235,44 @@ def print_comparison(comparison: Comparison, console: Console | None = None) -> 
 
 
 def result_tables(comparison: Comparison) -> list[Table]:
-    """Return the table of figures and, for several runs, the table of differences."""
-    return [_figures(comparison), *([_differences_table(comparison)] if len(comparison.runs) > 1 else [])]
+    """Return the table of figures, a table of groups for each task with groups and, for several runs, the table of
+    differences."""
+    by_group = {key: [_groups(task) for task in row] for key, row in comparison.rows.items()}
+    tables = [_groups_table(comparison, key, groups) for key, groups in by_group.items() if any(groups)]
+    return [_figures(comparison), *tables, *([_differences_table(comparison)] if len(comparison.runs) > 1 else [])]
+
+
+def _groups(task: TaskResult | None) -> dict[str, list[tuple[float, int, bool]]]:
+    """Return accuracy, number of rows, and whether it may be the worst, of each group by seed."""
+    groups: dict[str, list[tuple[float, int, bool]]] = {}
+    for detail in [] if task is None else task.detail:
+        listed = detail.get("groups")
+        for name, entry in listed.items() if isinstance(listed, dict) else ():
+            match entry:
+                case {"accuracy": float(share), "count": int(count), "judged": bool(judged)}:
+                    if 0 <= share <= 1 and count > 0:
+                        groups.setdefault(name, []).append((share, count, judged))
+    return groups
+
+
+def _groups_table(
+    comparison: Comparison, key: RowKey, runs: Sequence[Mapping[str, list[tuple[float, int, bool]]]]
+) -> Table:
+    """Build the table of the accuracy of each group, of all rows, and of the worst group, with their difference."""
+    lines: list[list[str | Cell]] = []
+    for name in sorted(set().union(*runs)):
+        cells = []
+        for (share, count, judged), *others in (groups.get(name) or [(0.0, 0, True)] for groups in runs):
+            mean = statistics.fmean([share, *(other[0] for other in others)])
+            low, high = wilson_interval(mean, count) if count else (0.0, 1.0)
+            few = "" if judged else " few"
+            cells.append(f"{mean:.4f} [{low:.4f}, {high:.4f}] of {count:,}{few}" if count else "-")
+        lines.append([name, *cells])
+    for metric, title in (("group_average", "all rows"), ("worst_group", "worst group"), ("group_gap", "difference")):
+        values = [None if task is None else task.metrics.get(metric) for task in comparison.rows[key]]
+        lines.append([title, *("-" if value is None else f"{statistics.fmean(value):.4f}" for value in values)])
+    notes = [f"mean over seeds, {LEVEL:.0%} interval (Wilson), number of rows; few: a group that is not the worst"]
+    return Table(head=[f"groups of {key.task}", *comparison.runs], rows=lines, notes=notes)
 
 
 def to_markdown(comparison: Comparison) -> str:

@@ -7,6 +7,7 @@ A run with learned masks also gets MLO-MAE's figure: the test accuracy of the he
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,6 +38,7 @@ from trp_scale.evaluation.probe.features import LabelledFeatures, all_features
 from trp_scale.finetuning.arguments import SCRATCH
 from trp_scale.finetuning.classification.settings import ClassificationTaskConfig
 from trp_scale.finetuning.encoders import is_run
+from trp_scale.finetuning.groups import summarise_rows
 from trp_scale.finetuning.measurement import open_run
 from trp_scale.methods.learned_masks.second_levels import FINE_TUNED
 from trp_scale.methods.learned_masks.settings import FineTuningSettings
@@ -126,6 +128,7 @@ class ImageProbe:
                 if arguments.per_class:
                     learned = train.take(draw_of_each_class(train.labels, arguments.per_class, seed))
                 answers = classify(learned, test.features, arguments, seed)
+            summary = self.summarise_groups(answers == test.labels)
             return self.result(
                 f"{arguments.method} probe{few}",
                 seed,
@@ -134,20 +137,37 @@ class ImageProbe:
                     "accuracy_by_class": accuracy_by_class(answers, test.labels, self.train.opened.classes),
                     "images": len(test.labels),
                     "features_from_cache": cached,
+                    **summary.pop("detail", {}),
                 },
+                figures=summary,
             )
 
         return on_rank_zero(self.world, "fitting the probe", judge)
 
-    def result(self, name: str, seed: int, value: float, **fields: Any) -> SeedResult:
-        """Return an accuracy on the measured images."""
+    def summarise_groups(self, right: npt.NDArray[np.bool_]) -> dict[str, Any]:
+        """Return the figures of the groups of the measured images, empty without --groups.
+
+        Args:
+            right: [n] whether each measured image is predicted correctly.
+        """
+        source, images = self.arguments.groups, self.train if self.test is None else self.test
+        if not source:
+            return {}
+        names = np.concatenate(images.opened.groups(source))
+        measured = names if self.test is not None else names[images.held_out(self.fraction)]
+        return summarise_rows(source, self.arguments.least_group, measured.tolist(), right)
+
+    def result(
+        self, name: str, seed: int, value: float, figures: Mapping[str, float] | None = None, **fields: Any
+    ) -> SeedResult:
+        """Return an accuracy on the measured images, and further figures."""
         return SeedResult(
             task=f"{self.name} ({name})",
             metric="accuracy",
             split=self.split,
             lower_is_better=False,
             seed=seed,
-            metrics={"accuracy": value},
+            metrics={"accuracy": value, **(figures or {})},
             **fields,
         )
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +24,7 @@ from trp_scale.evaluation.probe.features import Features, LabelledFeatures
 from trp_scale.finetuning.glue.folders import FORMATS, Examples, read_glue, require_folders
 from trp_scale.finetuning.glue.settings import GlueTaskConfig
 from trp_scale.finetuning.glue.task import FIGURES, figure_name, require_libraries
+from trp_scale.finetuning.groups import summarise_rows
 from trp_scale.finetuning.task import label_counts
 from trp_scale.reporting.results import SeedResult, TaskResult, join
 
@@ -57,13 +59,15 @@ def probe_sentences(arguments: ProbeArguments) -> list[TaskResult]:
 
 
 def _probe(encoder: TextEncoder, root: Path, task: str, arguments: ProbeArguments) -> TaskResult:
-    data = read_glue(root, task, split="dev", max_bad_lines=BAD_LINES)
+    data = read_glue(root, task, split="dev", max_bad_lines=BAD_LINES, group_column=arguments.groups)
     for notice in data.notices:
         logger.warning("%s", notice)
     assert data.train.labels is not None
     if arguments.rows > len(data.train.labels):
         raise RefusedError(f"--rows is {arguments.rows}, but {task} has {len(data.train.labels)} training rows")
     scores = FORMATS[task].outputs == 1
+    if scores and arguments.groups:
+        raise RefusedError(f"--groups {arguments.groups}: {task} has scores; allowed: tasks with labels")
     rows_by_seed = {
         seed: draw_rows_alike(data.train.labels, arguments.rows, seed, alike=not scores)
         for seed in range(arguments.seed, arguments.seed + arguments.seeds)
@@ -82,12 +86,19 @@ def _probe(encoder: TextEncoder, root: Path, task: str, arguments: ProbeArgument
     first = figure_name(next(iter(FIGURES[task])), next(iter(measured)))
     results = []
     for seed, rows in rows_by_seed.items():
-        metrics = {}
+        metrics, right = {}, []
         for name, (unseen, labels) in measured.items():
             assert labels is not None
             answers = fit(vectors[rows], data.train.labels[rows], unseen, scores=scores, arguments=arguments)
+            right.append(answers == labels)
             for figure, compute in FIGURES[task].items():
                 metrics[figure_name(figure, name)] = compute(answers, labels)
+        detail: dict[str, Any] = {"rows": len(rows)}
+        if arguments.groups:
+            names = [group for examples in data.measured.values() for group in examples.groups]
+            summary = summarise_rows(arguments.groups, arguments.least_group, names, np.concatenate(right))
+            detail |= summary.pop("detail")
+            metrics |= summary
         results.append(
             SeedResult(
                 task=task,
@@ -96,7 +107,7 @@ def _probe(encoder: TextEncoder, root: Path, task: str, arguments: ProbeArgument
                 lower_is_better=False,
                 seed=seed,
                 metrics=metrics,
-                detail={"rows": len(rows)},
+                detail=detail,
             )
         )
     return join(results)

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
-from trp_scale.config.finetuning import ImageDownstreamConfig, ImageTaskConfig
+from trp_scale.config.finetuning import GroupDownstreamConfig, ImageDownstreamConfig, ImageTaskConfig
 from trp_scale.config.registry import component
 from trp_scale.config.settings import Section, setting
 
 
 @dataclass(kw_only=True)
-class ClassificationDownstreamConfig(ImageDownstreamConfig):
+class ClassificationDownstreamConfig(GroupDownstreamConfig, ImageDownstreamConfig):
     """Task, length of the run, measured images and head."""
 
     kind: Literal["classification"] = "classification"

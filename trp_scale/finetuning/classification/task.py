@@ -24,7 +24,16 @@ from trp_scale.distributed.environment import Environment
 from trp_scale.distributed.groups import Group, on_rank_zero
 from trp_scale.finetuning.classification.batch import MeasuredImages, TrainingImages
 from trp_scale.finetuning.classification.settings import ClassificationTaskConfig
-from trp_scale.finetuning.measurement import GatheredRows, image_names, label_ranks, unique_names, write_table
+from trp_scale.finetuning.groups import Groups, image_groups, read_group_file
+from trp_scale.finetuning.measurement import (
+    GatheredRows,
+    Metrics,
+    image_keys,
+    image_names,
+    label_ranks,
+    unique_names,
+    write_table,
+)
 from trp_scale.finetuning.task import (
     ImageTask,
     TaskObjective,
@@ -58,19 +67,27 @@ class ClassificationTask(ImageTask[ClassificationTaskConfig]):
         measured = open_labelled(test_path) if test_path else train
         config.downstream.classes = len(train.classes)
         check_classes(train, measured)
+        groups, rows = None, train.rows(TrainingImages(config, train.datasets, train.meta))
+        measured_rows = measured.rows(MeasuredImages(config, measured.datasets, measured.meta))
+        if source := config.downstream.groups:
+            names, measured_names = train.groups(source), measured.groups(source)
+            groups = Groups.from_names(source, config.downstream.least_group, *names, *measured_names)
+            rows, measured_rows = groups.attach(rows, names), groups.attach(measured_rows, measured_names)
         sources = open_task_sources(
             config,
             environment,
-            train.rows(TrainingImages(config, train.datasets, train.meta)),
-            measured.rows(MeasuredImages(config, measured.datasets, measured.meta)),
+            rows,
+            measured_rows,
             train_paths=train.paths,
             measured_paths=measured.paths if test_path else None,
+            groups=groups,
         )
         super().__init__(config, sources)
         self.classes = train.classes
         self._measured = measured.datasets
         self.constant: int | None = train.most_frequent(0.0 if test_path else config.data.validation_fraction)
         self.objective = ImageClassification()
+        self.use_groups(groups, self.objective)
 
     @cached_property
     def step_flops(self) -> float:
@@ -85,8 +102,8 @@ class ClassificationTask(ImageTask[ClassificationTaskConfig]):
         """Return logits [R, C]."""
         return self.objective.logits(forward, batch)
 
-    def metrics(self) -> Accuracy:
-        return Accuracy(self.classes, self.constant)
+    def metrics(self) -> Metrics:
+        return self.report_groups(Accuracy(self.classes, self.constant))
 
     def restore_extra(self, extra: Mapping[str, Any]) -> None:
         self.constant = extra.get(MOST_FREQUENT)
@@ -185,6 +202,14 @@ class LabelledImages:
             counts += np.bincount(dataset.samples.labels[of_images], minlength=len(counts))
         return int(counts.argmax())
 
+    def groups(self, source: str) -> list[list[str]]:
+        """Return the group of each image in stored order, for each data set; see `image_groups`."""
+        rows = read_group_file(source)
+        return [
+            image_groups(rows, image_keys(dataset), dataset.samples.labels, self.classes, source)
+            for dataset in self.datasets
+        ]
+
     def rows(self, builder: TrainingImages | MeasuredImages) -> Rows:
         labels = [np.asarray(dataset.samples.labels, dtype=np.int64) for dataset in self.datasets]
         return Rows.from_datasets(self.datasets, self.meta, builder, labels)
@@ -240,8 +265,7 @@ class ImageClassification(TaskObjective):
         """Return the sum of losses over images, in float64."""
         logits = self.logits(forward, batch)
         losses = F.cross_entropy(logits.float(), batch["targets"], reduction="none")  # [R]
-        total = losses.double() @ batch["row_weights"].double()
-        return TaskLosses(sums=total.reshape(1), counts=self.count(batch))
+        return self.sum_rows(losses, batch)
 
 
 HEAD_DEVIATION = 2e-5

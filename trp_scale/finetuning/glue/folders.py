@@ -17,12 +17,13 @@ from trp_scale.data.raw_files import check_rows, open_dataset
 from trp_scale.errors import DataError, error_text, quote, shorten
 
 
-def read_tsv(path: Path, task: GlueFormat, *, max_bad_lines: int = 0) -> Examples:
+def read_tsv(path: Path, task: GlueFormat, *, max_bad_lines: int = 0, group_column: str = "") -> Examples:
     """Read one file of a task, with or without byte-order mark, with line ends LF or CR LF. Quotation marks are text.
 
     Args:
         max_bad_lines: largest number of lines with a wrong number of columns, which are skipped. The published QQP has
             some, with line ends within questions.
+        group_column: column with the groups of the examples; "" = none.
 
     Raises:
         DataError: the file is missing, damaged or of another format, or has too many bad lines; names file and line.
@@ -56,6 +57,7 @@ def read_tsv(path: Path, task: GlueFormat, *, max_bad_lines: int = 0) -> Example
         line_numbers=line_numbers,
         indices=[] if index is None else list(columns[index]),
         left_out=left_out,
+        groups=list(columns[names.index(group_column)]) if has_groups(names, group_column, labels, path) else [],
     )
 
 
@@ -85,7 +87,16 @@ def split_name(file: str) -> str:
     return file.replace("dev", "validation", 1)
 
 
-def read_splits(directory: Path, task: GlueFormat, files: dict[str, tuple[str, ...]]) -> dict[str, Examples]:
+def has_groups(names: list[str], column: str, labels: npt.NDArray[np.float64] | None, where: object) -> bool:
+    """Return whether a file has the column of groups. Raises DataError if it lacks the column, but has labels."""
+    if column and labels is not None and column not in names:
+        raise DataError(f"{where}: no column {quote(column)} for groups; found: {shorten(', '.join(names))}")
+    return column != "" and column in names
+
+
+def read_splits(
+    directory: Path, task: GlueFormat, files: dict[str, tuple[str, ...]], group_column: str = ""
+) -> dict[str, Examples]:
     """Read splits of one task from a dataset directory: of each set in `files` the first stem that exists."""
     try:
         import datasets
@@ -101,7 +112,7 @@ def read_splits(directory: Path, task: GlueFormat, files: dict[str, tuple[str, .
             where, rows = f"{directory}, split {split_name(stem)}", loaded[split_name(stem)]
             check_rows(rows, 0, len(rows), where)
             try:
-                examples[name] = _read(rows, task, stem, where)
+                examples[name] = _read(rows, task, stem, where, group_column)
             except RefusedError:
                 raise
             except Exception as error:  # pyarrow raises many types for damaged columns
@@ -109,7 +120,7 @@ def read_splits(directory: Path, task: GlueFormat, files: dict[str, tuple[str, .
     return examples
 
 
-def _read(rows: Any, task: GlueFormat, stem: str, where: str) -> Examples:
+def _read(rows: Any, task: GlueFormat, stem: str, where: str, group_column: str) -> Examples:
     names = rows.column_names
     numbers, label, index = find_columns(names, task, where)
     sentences = tuple(list(rows[names[number]]) for number in numbers)
@@ -129,6 +140,9 @@ def _read(rows: Any, task: GlueFormat, stem: str, where: str) -> Examples:
         labels=labels,
         line_numbers=list(range(len(rows))),
         indices=[] if index is None else [str(index) for index in rows[names[index]]],
+        groups=["" if group is None else str(group) for group in rows[group_column]]
+        if has_groups(names, group_column, labels, where)
+        else [],
     )
 
 
@@ -214,8 +228,9 @@ def require_folders(root: Path, tasks: Sequence[str]) -> None:
         raise DataError(wrong + (f"\nallowed with this data: --task {complete}" if complete else ""))
 
 
-def read_glue(root: Path, task: str, *, split: str, max_bad_lines: int) -> GlueData:
-    """Read the training and measured examples of a task; skip up to `max_bad_lines` lines of each file.
+def read_glue(root: Path, task: str, *, split: str, max_bad_lines: int, group_column: str = "") -> GlueData:
+    """Read the training and measured examples of a task, with the groups of a column; skip up to `max_bad_lines` lines
+    of each file.
 
     Raises:
         DataError: a file or folder is missing, damaged or of another format.
@@ -224,11 +239,12 @@ def read_glue(root: Path, task: str, *, split: str, max_bad_lines: int) -> GlueD
     folder, form = find_folder(root, task), FORMATS[task]
     wanted = {"train": ("train",), **(form.dev if split == "dev" else form.test)}
     if (folder / DICT_FILE).is_file():
-        read = read_splits(folder, form, wanted)
+        read = read_splits(folder, form, wanted, group_column)
     else:
         paths = {name: [folder / f"{stem}.tsv" for stem in stems] for name, stems in wanted.items()}
         stored = {name: path for name, several in paths.items() for path in several[::-1] if path.is_file()}
-        read = {name: read_tsv(path, form, max_bad_lines=max_bad_lines) for name, path in stored.items()}
+        limits: dict[str, Any] = {"max_bad_lines": max_bad_lines, "group_column": group_column}
+        read = {name: read_tsv(path, form, **limits) for name, path in stored.items()}
     for name in list(wanted)[:2]:  # the training set and the first measured set are required
         if name not in read:
             raise DataError(f"{folder}: no {_missing(folder, wanted[name])}")
@@ -351,6 +367,7 @@ class Examples:
         line_numbers: [n] line numbers of the file, or rows of the table.
         indices: [n] values of the index column; empty without such a column.
         left_out: messages about skipped lines.
+        groups: [n] values of the column of groups; empty without such a column.
     """
 
     name: str
@@ -359,6 +376,7 @@ class Examples:
     line_numbers: list[int]
     indices: list[str] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
+    groups: list[str] = field(default_factory=list)
 
 
 INDEX = ("index", "id", "idx")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from trp_scale.config import RefusedError, TextModelConfig
-from trp_scale.config.finetuning import DownstreamConfig, FinetuneConfig
+from trp_scale.config.finetuning import FinetuneConfig, GroupDownstreamConfig
 from trp_scale.config.registry import component
 from trp_scale.config.settings import setting
 
@@ -17,7 +17,7 @@ GLUE_TASKS = ("cola", "sst2", "mrpc", "stsb", "qqp", "mnli", "qnli", "rte")
 
 
 @dataclass(kw_only=True)
-class GlueDownstreamConfig(DownstreamConfig):
+class GlueDownstreamConfig(GroupDownstreamConfig):
     """Task, length of the run, rows and head."""
 
     kind: Literal["glue"] = "glue"
@@ -41,6 +41,7 @@ class GlueDownstreamConfig(DownstreamConfig):
     """Tokenizer directory; empty = that of the encoder. --from scratch needs one."""
 
     def problems(self, config: Any) -> Iterator[str]:
+        yield from super().problems(config)
         if self.max_length > config.model.max_positions:
             yield (
                 f"--downstream.max_length is {self.max_length}, allowed: from 8 to the encoder's "

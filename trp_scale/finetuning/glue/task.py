@@ -35,7 +35,8 @@ from trp_scale.finetuning.encoders import EncoderSource, load_weights, open_enco
 from trp_scale.finetuning.glue.batch import GlueBatchBuilder, PairTokenizer, TokenTable, load_tokenizer, tokenize
 from trp_scale.finetuning.glue.folders import FORMATS, Examples, read_glue
 from trp_scale.finetuning.glue.settings import GlueTaskConfig
-from trp_scale.finetuning.measurement import GatheredRows, write_table
+from trp_scale.finetuning.groups import Groups
+from trp_scale.finetuning.measurement import GatheredRows, Metrics, write_table
 from trp_scale.finetuning.task import DownstreamTask, TaskObjective, open_task_sources
 from trp_scale.models.counting import TRAINING_OVER_FORWARD, count_flops
 from trp_scale.models.initialise import initialise
@@ -69,27 +70,40 @@ class GlueTask(DownstreamTask[GlueTaskConfig]):
         self._tokenizer = load_tokenizer(self._tokenizer_directory, length=downstream.max_length)
         apart = config.separate_test
         split = downstream.split if apart else "dev"
-        data = read_glue(root, self.name, split=split, max_bad_lines=config.data.max_corrupt_blocks)
+        column = downstream.groups
+        if column and form.outputs == 1:
+            raise RefusedError(f"--downstream.groups {column}: {self.name} has scores; allowed: tasks with labels")
+        data = read_glue(
+            root, self.name, split=split, max_bad_lines=config.data.max_corrupt_blocks, group_column=column
+        )
         train = tokenize(data.train, self._tokenizer)
         self._measured, self._learned = data.measured if apart else {"": data.train}, train.labels
         self._sets, self.unlabelled = list(self._measured), data.unlabelled if apart else ""
         measured = [tokenize(examples, self._tokenizer) for examples in self._measured.values()] if apart else [train]
         self.metric = figure_name(next(iter(FIGURES[self.name])), self._sets[0])
+        groups, rows = None, glue_rows(config, self._tokenizer, [train])
+        measured_rows = glue_rows(config, self._tokenizer, measured)
+        if column and not self.unlabelled:
+            names = [examples.groups for examples in self._measured.values()]
+            groups = Groups.from_names(column, downstream.least_group, data.train.groups, *names)
+            rows, measured_rows = groups.attach(rows, [data.train.groups]), groups.attach(measured_rows, names)
         super().__init__(
             config,
             open_task_sources(
                 config,
                 environment,
-                glue_rows(config, self._tokenizer, [train]),
-                glue_rows(config, self._tokenizer, measured),
+                rows,
+                measured_rows,
                 train_paths=[MemberPath(name="", weight=Fraction(1), path=root)],
                 measured_paths=[MemberPath(name=name, weight=Fraction(1), path=root) for name in self._sets]
                 if apart
                 else None,
+                groups=groups,
             ),
         )
         self.sources.notices += data.notices
         self.objective = SentenceClassification(self.name, form.outputs)
+        self.use_groups(groups, self.objective)
         # Packed sequences have little padding: count the mean number of tokens.
         length = downstream.max_length if downstream.padding == "length" else round(float(train.lengths.mean()))
         self.positions_per_step = config.batch.global_size * length
@@ -131,8 +145,8 @@ class GlueTask(DownstreamTask[GlueTaskConfig]):
         """[R, C] logits, or one score for each row."""
         return self.objective.logits(forward, batch)
 
-    def metrics(self) -> GlueMetrics:
-        return GlueMetrics(self.name, self._sets, self._learned)
+    def metrics(self) -> Metrics:
+        return self.report_groups(GlueMetrics(self.name, self._sets, self._learned))
 
     def predictions(self, directory: Path, group: Group) -> GlueSubmission:
         return GlueSubmission(self.name, self._measured, directory, group)
@@ -448,5 +462,4 @@ class SentenceClassification(TaskObjective):
             errors = (logits.squeeze(1) - labels).square()  # [R]
         else:
             errors = F.cross_entropy(logits, labels, reduction="none")  # [R]
-        total = errors.double() @ batch["row_weights"].double()
-        return TaskLosses(sums=total.reshape(1), counts=self.count(batch))
+        return self.sum_rows(errors, batch)

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from tests.grids import always
 from tests.runs import image_flags, pretrain_here
 from tests.unit.evaluation.small_encoder import small_config
+from tests.unit.finetuning.test_group_training import write_image_groups
 from trp_scale.cli import main as cli
 from trp_scale.config import RefusedError
 from trp_scale.config.registry import make_settings
@@ -225,3 +226,25 @@ def test_few_images_of_each_class_are_drawn_by_the_seed() -> None:
     assert first.tolist() == again.tolist() != other.tolist()
     with pytest.raises(RefusedError, match="--per_class is 5, but class 2 has 4 training images"):
         draw_of_each_class(labels, 5, 0)
+
+
+@pytest.mark.parametrize("held_out", [False, True], ids=["test set", "held out"])
+def test_groups_of_measured_images(
+    stripes: Path, others: Path, learned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, held_out: bool
+) -> None:
+    """All images are called upright, so the accuracy of a group is its share of upright images."""
+    groups = write_image_groups(stripes if held_out else others, tmp_path / "groups.csv", number=3)
+    monkeypatch.setattr(
+        "trp_scale.evaluation.probe.command.classify", lambda train, features, *_: np.zeros(len(features), np.int64)
+    )
+    where = ["--validation_fraction", 0.4] if held_out else ["--test", others]
+    flags = [*where, "--groups", tmp_path / "groups.csv", "--least_group", 2]
+    task, *_ = read_results(probe(tmp_path, learned, stripes, *flags)).tasks
+    opened = open_probed(small_config(), str(stripes if held_out else others))
+    measured = opened.held_out(0.4) if held_out else np.ones(43, dtype=np.bool_)
+    upright = opened.labels([np.ones(len(data.blocks.rows), np.bool_) for data in opened.opened.datasets]) == 0
+    names = np.array(list(groups.values()))
+    shares = {name: upright[measured & (names == name)].mean() for name in sorted(set(names[measured]))}
+    assert {name: entry["accuracy"] for name, entry in task.detail[0]["groups"].items()} == pytest.approx(shares)
+    assert task.metrics["group_average"] == [pytest.approx(task.metrics["accuracy"][0])]
+    assert len(shares) == 3 and task.metrics["worst_group"] == [pytest.approx(min(shares.values()))]

@@ -10,6 +10,7 @@ import torch
 
 from tests.runs import flags, pretrain_here
 from tests.unit.finetuning.glue.small_data import sentences, write_cola
+from tests.unit.finetuning.test_group_training import write_sst2
 from trp_scale.cli import main as cli
 from trp_scale.evaluation.encoders import TextEncoder, load_encoder
 from trp_scale.evaluation.probe import sentences as module
@@ -91,3 +92,23 @@ def test_vectors_that_hold_the_label_give_all_of_it(
 def test_flags_of_images_are_refused(more: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["probe", "--from", "x", "--data", "y", "--task", "cola", *more]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_groups_of_sentences_are_those_of_a_column(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = write_sst2(tmp_path / "glue", 60, 30)
+    monkeypatch.setattr(module, "fit", lambda train, labels, unseen, **_: np.zeros(len(unseen)))
+    command = ["probe", "--from", str(run), "--data", str(root), "--task", "sst2", "--groups"]
+    assert cli.main([*command, "kind", "--run_dir", str(tmp_path / "run")]) == 0
+    (task,) = read_results(tmp_path / "run").tasks
+    rows = [line.split("\t") for line in (root / "SST-2/dev.tsv").read_text(encoding="utf-8").splitlines()[1:]]
+    groups = {name: [label == "0" for _, label, group in rows if group == name] for name in ("long", "short", "rare")}
+    assert {name: (entry["accuracy"], entry["count"]) for name, entry in task.detail[0]["groups"].items()} == {
+        name: (pytest.approx(np.mean(right)), len(right)) for name, right in groups.items()
+    }
+    assert not task.detail[0]["groups"]["rare"]["judged"], "three rows"
+    assert task.metrics["worst_group"] == [pytest.approx(min(np.mean(groups["long"]), np.mean(groups["short"])))]
+    assert "groups of sst2" in capsys.readouterr().out
+    assert cli.main([*command, "shape", "--run_dir", str(tmp_path / "other")]) == 2
+    assert "'shape'" in capsys.readouterr().err
