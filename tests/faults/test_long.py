@@ -11,7 +11,7 @@ import pytest
 
 from tests.runs import flags, lines, start
 
-STEPS, MICRO_BATCHES = 5000, 64
+STEPS, MICRO_BATCHES = 5000, 16
 
 FEW = {
     "model__layers": 1,
