@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.runs import flags, lines, pretrain_here
 from tests.synthetic import SOURCES, Layout, row, small_config, trainer_for
 from trp_scale.config import Config, RefusedError
 from trp_scale.core.batch import Batch
@@ -116,3 +117,28 @@ def test_the_share_of_a_source_is_not_its_weight() -> None:
     np.testing.assert_allclose(gradient("sources", (1, 1, 1)), gradient("sources", (1, 3, 2)), atol=1e-6)
     by_part = gradient("parts_of_speech", (1, 1, 1)) - gradient("parts_of_speech", (1, 3, 2))
     assert np.abs(by_part).max() > 1e-3
+
+
+def test_a_resumed_run_continues_the_weights_of_sources_bit_for_bit(text_dataset: Path, tmp_path: Path) -> None:
+    mixture = tmp_path / "mixture.txt"
+    mixture.write_text(f"books:3={text_dataset},wiki:1={text_dataset}\n")
+    changes = {
+        "objective__tasks": "sources",
+        "balancer__kind": "group_dro",
+        "balancer__rate": 0.5,
+        "validation__every": 4,
+        "checkpoint__every": 4,
+        "optimizer__schedule": "constant",
+    }
+    for name, steps in (("whole", (8,)), ("resumed", (4, 8))):
+        for number in steps:
+            given = flags(mixture, tmp_path / name, training__steps=number, **changes)  # type: ignore[arg-type]
+            assert pretrain_here(given) == 0
+    whole, resumed = (lines(tmp_path / name) for name in ("whole", "resumed"))
+    exact = ("step", "loss", "tasks", "balancer", "validation")
+    assert [[line.get(name) for name in exact] for line in resumed] == [
+        [line.get(name) for name in exact] for line in whole
+    ]
+    weights = [line["tasks"]["books"]["weight"] for line in whole if "tasks" in line]
+    assert len(set(weights)) > 4
+    assert set(whole[-1]["validation"]["tasks"]) == {"books", "wiki", "next_sentence"}
