@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -44,10 +44,14 @@ class TaskGradients:
     Args:
         tasks: positions of the measured tasks.
         at: place of the taps.
+        pairs: measure the inner products of different tasks too.
     """
 
-    def __init__(self, objective: TappedObjective, tasks: Sequence[int], at: TapPlace, device: torch.device) -> None:
+    def __init__(
+        self, objective: TappedObjective, tasks: Sequence[int], at: TapPlace, device: torch.device, *, pairs: bool
+    ) -> None:
         self.objective = objective
+        self.pairs = pairs
         self.tasks = tuple(tasks)
         self._places = torch.tensor(self.tasks).to(device)
         self.at = at
@@ -73,24 +77,27 @@ class TaskGradients:
             self._pending.shared_inputs = losses.shared_inputs
 
     def norms(self, engine: Trains) -> Tensor:
-        """Return the norms of the tasks' gradients over the global batch, [T] float64, in place of `gramian`."""
-        return self.gramian(engine).diagonal().sqrt()
+        """Return the norms of the tasks' gradients, [T] float64, without `pairs`; as `products`."""
+        return self.products(engine).sqrt()
 
-    def gramian(self, engine: Trains) -> Tensor:
-        """Return the inner products of the tasks' gradients over the global batch, 0 for tasks not measured, [T, T]
-        float64. Call it once, after the last backward pass."""
+    def products(self, engine: Trains) -> Tensor:
+        """Return the squared norms of the tasks' gradients over the global batch, [T] float64, or with `pairs` their
+        inner products, [T, T]; 0 for tasks not measured. Call it once, after the last backward pass."""
         self._fold()
         assert self._sums is not None, "no micro-batch of this step was tapped"
         sums, self._sums = self._sums, None
         if self.at == "weights":
-            products = inner_products(engine.reduce_hook_gradient(sums))
+            gradients = engine.reduce_hook_gradient(sums)
+            if self.pairs:
+                products = inner_products(gradients)
+            else:
+                products = torch.linalg.vector_norm(gradients.flatten(1), dim=1, dtype=torch.float64).square()
         else:  # the engine divides by its factor for a gradient; products need it twice
-            reduced = engine.reduce_hook_gradient(torch.cat([sums.flatten(), torch.ones_like(sums[0, :1])]))
+            reduced = engine.reduce_hook_gradient(torch.cat([sums.flatten(), sums.new_ones(1)]))
             products = (reduced[:-1] * (reduced[-1] / engine.data_group.size)).view_as(sums)
         size = len(self.objective.tasks)
-        every = torch.zeros(size, size, dtype=torch.float64, device=self.device)
-        every[self._places[:, None], self._places] = products
-        return every
+        every = torch.zeros((size, size) if self.pairs else (size,), dtype=torch.float64, device=self.device)
+        return every.index_put((self._places[:, None], self._places) if self.pairs else (self._places,), products)
 
     @torch.no_grad()
     def _fold(self) -> None:
@@ -101,7 +108,12 @@ class TaskGradients:
         pending.tap.grad = None  # frees it: the caller's losses may keep the tap longer
         parts = self.objective.task_gradients(pending.batch, self.at, gradient)
         if self.at == "representation":
-            products = inner_products(torch.stack([parts[task] for task in self.tasks]))  # [tasks, tasks]
+            gradients = [parts[task] for task in self.tasks]
+            if self.pairs:
+                products = inner_products(torch.stack(gradients))  # [tasks, tasks]
+            else:
+                norms = [torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient in gradients]
+                products = torch.stack(norms).square()  # [tasks]
             self._sums = products if self._sums is None else self._sums + products
         else:
             self._add_products(parts, pending.shared_inputs)
@@ -131,10 +143,15 @@ class TappingBalancer(TaskBalancer):
 
     settings: TapSettings
 
+    pairs: ClassVar[bool] = False
+    """Measure the inner products of different tasks."""
+
     def __init__(self, settings: TapSettings, run: RunContext) -> None:
         super().__init__(settings, run)
         tapped = check_taps(self.objective, settings)
-        self.gradients_of_tasks = TaskGradients(tapped, self.objective.balanced, settings.at, self.device)
+        self.gradients_of_tasks = TaskGradients(
+            tapped, self.objective.balanced, settings.at, self.device, pairs=self.pairs
+        )
 
     def before_step(self, ctx: StepContext) -> None:
         super().before_step(ctx)

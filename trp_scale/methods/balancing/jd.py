@@ -43,6 +43,8 @@ class JacobianDescent(TappingBalancer):
 
     settings: JdSettings
 
+    pairs = True
+
     def __init__(self, settings: JdSettings, run: RunContext) -> None:
         super().__init__(settings, run)
         name, arguments = WEIGHTINGS[settings.method]
@@ -86,7 +88,7 @@ class JacobianDescent(TappingBalancer):
         assert ctx.weights is not None, "set before the hooks' gradients"
         present = self.present(ctx.counts)
         weights = torch.where(present, ctx.weights, 1.0)
-        products = self.gradients_of_tasks.gramian(ctx.engine) / torch.outer(weights, weights)
+        products = self.gradients_of_tasks.products(ctx.engine) / torch.outer(weights, weights)
         self._measured = torch.where(present & present[:, None], products, 0.0)
 
     @torch.no_grad()
