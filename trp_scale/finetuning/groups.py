@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Mapping, Sequence
+import logging
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
@@ -28,6 +30,8 @@ from trp_scale.finetuning.measurement import GatheredRows, Metrics, label_ranks
 from trp_scale.reporting.paired_tests import wilson_interval
 from trp_scale.storage.files import content_key
 
+logger = logging.getLogger(__name__)
+
 NO_GROUP = -1
 """Number of the group of a row that has none."""
 
@@ -41,30 +45,17 @@ class GroupRow(NamedTuple):
     split: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class GroupFormat:
-    """Columns of a CSV file.
+FORMATS = {
+    "file": ("label", ""),
+    "img_filename": ("y", "place"),
+    "image_id": ("Blond_Hair", "Male"),
+    "comment_text": ("toxicity", "black"),
+}
+"""Columns of label and attribute by the column of files or texts: own files, Waterbirds, CelebA, CivilComments (WILDS).
+Pairs of label and attribute, both 0 or 1, are the groups; without an attribute the column `group` names them."""
 
-    Attributes:
-        key: file of an image, or text.
-        label: class; a number from 0.5 is class 1 if `attribute` is set.
-        attribute: the groups are the pairs of label and attribute, each 0 or 1; "" = the column `group` names them.
-        partition: file in the same directory with the splits by key; "" = the column `split`.
-    """
-
-    key: str
-    label: str = "label"
-    attribute: str = ""
-    partition: str = ""
-
-
-FORMATS = (
-    GroupFormat(key="file"),
-    GroupFormat(key="img_filename", label="y", attribute="place"),
-    GroupFormat(key="image_id", label="Blond_Hair", attribute="Male", partition="list_eval_partition.csv"),
-    GroupFormat(key="comment_text", label="toxicity", attribute="black"),
-)
-"""Own files, Waterbirds, CelebA, and CivilComments of WILDS; the column `key` tells them apart."""
+PARTITION = "list_eval_partition.csv"
+"""CelebA's file with the splits; it is read if the attributes are in the same directory without a column `split`."""
 
 SPLITS = {"0": "train", "1": "val", "2": "test"}
 """Numbers of splits in Waterbirds and CelebA."""
@@ -86,20 +77,24 @@ def read_group_file(source: str) -> list[GroupRow]:
     if not path.exists() and ":" in source:
         path, attribute = Path(source.rpartition(":")[0]), source.rpartition(":")[2]
     names, rows = _read_csv(path)
-    form = next((form for form in FORMATS if form.key in names), None)
-    if form is None:
-        raise DataError(
-            f"{path}: columns {quote(names)} found; expected one of {', '.join(form.key for form in FORMATS)}"
-        )
-    form = replace(form, attribute=attribute or form.attribute)
-    group_columns = [form.label, form.attribute] if form.attribute else ["group"]
-    if lacking := [name for name in group_columns if name not in names]:
+    key = next((key for key in FORMATS if key in names), None)
+    if key is None:
+        raise DataError(f"{path}: columns {quote(names)} found; expected one of {', '.join(FORMATS)}")
+    label_column, attribute = FORMATS[key][0], attribute or FORMATS[key][1]
+    if lacking := [name for name in ([label_column, attribute] if attribute else ["group"]) if name not in names]:
         raise DataError(f"{path}: no column {quote(lacking[0])}; found: {shorten(', '.join(names))}")
-    partition = path.parent / form.partition
     splits = {}
-    if "split" not in names and form.partition and partition.is_file():
-        splits = {row[form.key]: row.get("partition", "") for row in _read_csv(partition)[1]}
-    return [_read_row(path, number, row, form, splits) for number, row in enumerate(rows, start=1)]
+    if "split" not in names and key == "image_id" and (path.parent / PARTITION).is_file():
+        splits = {row.get(key): row.get("partition", "") for row in _read_csv(path.parent / PARTITION)[1]}
+    listed = []
+    for number, row in enumerate(rows, start=1):
+        label, group = row.get(label_column, ""), row.get("group", "").strip()
+        split = row.get("split", splits.get(row[key], ""))
+        if attribute:
+            label, value = (_binary(row[name], f"{path}: row {number}, {name}") for name in (label_column, attribute))
+            group = f"{label_column} {label}, {attribute} {value}" if label and value else ""
+        listed.append(GroupRow(row[key], label, group, SPLITS.get(split, split)))
+    return listed
 
 
 def _read_csv(path: Path) -> tuple[list[str], list[dict[str, str]]]:
@@ -114,19 +109,6 @@ def _read_csv(path: Path) -> tuple[list[str], list[dict[str, str]]]:
         if None in row or None in row.values():
             raise DataError(f"{path}: row {number} has another number of columns than the header, {len(names)}")
     return names, rows
-
-
-def _read_row(
-    path: Path, number: int, row: Mapping[str, str], form: GroupFormat, splits: Mapping[str, str]
-) -> GroupRow:
-    label, key = row.get(form.label, ""), row[form.key]
-    split = row.get("split", splits.get(key, ""))
-    group = row.get("group", "")
-    if form.attribute:
-        values = [_binary(row[name], f"{path}: row {number}, {name}") for name in (form.label, form.attribute)]
-        label = values[0]
-        group = "" if "" in values else f"{form.label} {values[0]}, {form.attribute} {values[1]}"
-    return GroupRow(key, label, group.strip(), SPLITS.get(split, split))
 
 
 def _binary(text: str, where: str) -> str:
@@ -154,9 +136,9 @@ def image_groups(
     Raises:
         DataError: a file occurs twice, or its label is not the class of the image.
     """
-    by_file = {_without_suffix(row.key): row for row in rows}
-    if len(by_file) < len(rows):
-        raise DataError(f"{where}: {len(rows) - len(by_file)} of {len(rows)} rows repeat a file; give each file once")
+    by_file = {name: row for row in rows for name in (row.key, re.sub(r"\.\w+$", "", row.key))}
+    if count := len(rows) - len({row.key for row in rows}):
+        raise DataError(f"{where}: {count} of {len(rows)} rows repeat a file; give each file once")
     groups, differences = [], []
     for key, label in zip(keys, labels.tolist(), strict=True):
         parts = unquote(key).split("/")
@@ -170,15 +152,11 @@ def image_groups(
             f"{where}: the labels of {len(differences)} images differ from their classes ({differences[0]}); shard the "
             "images in a folder for each label"
         )
+    if missing := [key for key, group in zip(keys, groups, strict=True) if not group]:
+        logger.warning(
+            "%s: no group for %d of %d images (%s)", where, len(missing), len(keys), shorten(", ".join(missing))
+        )
     return groups
-
-
-def _without_suffix(name: str) -> str:
-    path = PurePosixPath(name)
-    return str(path.with_suffix("") if path.suffix.lower() in IMAGE_SUFFIXES else path)
-
-
-IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -255,7 +233,11 @@ class Groups:
         Args:
             numbers: [n] group of each row.
             right: [n] whether each row is predicted correctly.
+
+        Raises:
+            RefusedError: rows have no group.
         """
+        self.require(numbers, "measured")
         counts = np.bincount(numbers, minlength=len(self.names)).tolist()
         hits = np.bincount(numbers[right], minlength=len(self.names)).tolist()
         groups = {
@@ -276,18 +258,6 @@ class Groups:
             figures |= {"worst_group": judged[worst], "group_gap": figures["group_average"] - judged[worst]}
             detail["worst_group"] = worst
         return {**figures, "detail": detail}
-
-
-def summarise_rows(source: str, least: int, names: Sequence[str], right: npt.NDArray[np.bool_]) -> dict[str, Any]:
-    """Return `Groups.summarise` of measured rows by the names of their groups, [n].
-
-    Raises:
-        RefusedError: rows have no group.
-    """
-    groups = Groups.from_names(source, least, names)
-    numbers = groups.number(names)
-    groups.require(numbers, "measured")
-    return groups.summarise(numbers, right)
 
 
 class GroupAccuracy:

@@ -237,37 +237,30 @@ def print_comparison(comparison: Comparison, console: Console | None = None) -> 
 def result_tables(comparison: Comparison) -> list[Table]:
     """Return the table of figures, a table of groups for each task with groups and, for several runs, the table of
     differences."""
-    by_group = {key: [_groups(task) for task in row] for key, row in comparison.rows.items()}
-    tables = [_groups_table(comparison, key, groups) for key, groups in by_group.items() if any(groups)]
+    by_group = {key: [_group_cells(task) for task in row] for key, row in comparison.rows.items()}
+    tables = [_groups_table(comparison, key, cells) for key, cells in by_group.items() if any(cells)]
     return [_figures(comparison), *tables, *([_differences_table(comparison)] if len(comparison.runs) > 1 else [])]
 
 
-def _groups(task: TaskResult | None) -> dict[str, list[tuple[float, int, bool]]]:
-    """Return accuracy, number of rows, and whether it may be the worst, of each group by seed."""
-    groups: dict[str, list[tuple[float, int, bool]]] = {}
+def _group_cells(task: TaskResult | None) -> dict[str, str]:
+    """Format the accuracy of each group: mean over seeds, its interval, and the number of rows."""
+    shares: dict[str, list[float]] = {}
+    cells: dict[str, str] = {}
     for detail in [] if task is None else task.detail:
         listed = detail.get("groups")
         for name, entry in listed.items() if isinstance(listed, dict) else ():
             match entry:
-                case {"accuracy": float(share), "count": int(count), "judged": bool(judged)}:
-                    if 0 <= share <= 1 and count > 0:
-                        groups.setdefault(name, []).append((share, count, judged))
-    return groups
+                case {"accuracy": float(share), "count": int(n), "judged": bool(judged)} if 0 <= share <= 1 <= n:
+                    shares.setdefault(name, []).append(share)
+                    mean = statistics.fmean(shares[name])
+                    low, high = wilson_interval(mean, n)
+                    cells[name] = f"{mean:.4f} [{low:.4f}, {high:.4f}] of {n:,}{'' if judged else ' few'}"
+    return cells
 
 
-def _groups_table(
-    comparison: Comparison, key: RowKey, runs: Sequence[Mapping[str, list[tuple[float, int, bool]]]]
-) -> Table:
+def _groups_table(comparison: Comparison, key: RowKey, cells: Sequence[Mapping[str, str]]) -> Table:
     """Build the table of the accuracy of each group, of all rows, and of the worst group, with their difference."""
-    lines: list[list[str | Cell]] = []
-    for name in sorted(set().union(*runs)):
-        cells = []
-        for (share, count, judged), *others in (groups.get(name) or [(0.0, 0, True)] for groups in runs):
-            mean = statistics.fmean([share, *(other[0] for other in others)])
-            low, high = wilson_interval(mean, count) if count else (0.0, 1.0)
-            few = "" if judged else " few"
-            cells.append(f"{mean:.4f} [{low:.4f}, {high:.4f}] of {count:,}{few}" if count else "-")
-        lines.append([name, *cells])
+    lines = [[name, *(of_run.get(name, "-") for of_run in cells)] for name in sorted(set().union(*cells))]
     for metric, title in (("group_average", "all rows"), ("worst_group", "worst group"), ("group_gap", "difference")):
         values = [None if task is None else task.metrics.get(metric) for task in comparison.rows[key]]
         lines.append([title, *("-" if value is None else f"{statistics.fmean(value):.4f}" for value in values)])

@@ -1,4 +1,4 @@
-"""Groups: the files of the published data sets, the figures against numpy and scikit-learn, and what is refused."""
+"""Groups: the files of the published data sets, the figures against numpy and scikit-learn, and refusals."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_a_damaged_file_is_refused_by_its_row_and_column(tmp_path: Path, content
     assert named in str(refused.value)
 
 
-def test_images_are_found_by_the_end_of_their_keys() -> None:
+def test_images_are_found_by_the_end_of_their_keys(caplog: pytest.LogCaptureFixture) -> None:
     rows = [
         GroupRow("001.Albatross/a.jpg", "1", "y 1", ""),
         GroupRow("b.png", "land", "y 0", ""),
@@ -95,6 +95,7 @@ def test_images_are_found_by_the_end_of_their_keys() -> None:
     keys = ["water/001%2EAlbatross/a", "land/x/b", "d", "c/d"]
     groups = image_groups(rows, keys, np.array([1, 0, 0, 0]), ("land", "water"), "birds.csv")
     assert groups == ["y 1", "y 0", "", "?"]
+    assert "no group for 1 of 4 images (d)" in caplog.text
     with pytest.raises(DataError, match="1 images") as refused:
         image_groups(rows, keys[:2], np.array([0, 0]), ("land", "water"), "birds.csv")
     assert "water/001%2EAlbatross/a" in str(refused.value)

@@ -38,7 +38,7 @@ from trp_scale.evaluation.probe.features import LabelledFeatures, all_features
 from trp_scale.finetuning.arguments import SCRATCH
 from trp_scale.finetuning.classification.settings import ClassificationTaskConfig
 from trp_scale.finetuning.encoders import is_run
-from trp_scale.finetuning.groups import summarise_rows
+from trp_scale.finetuning.groups import Groups
 from trp_scale.finetuning.measurement import open_run
 from trp_scale.methods.learned_masks.second_levels import FINE_TUNED
 from trp_scale.methods.learned_masks.settings import FineTuningSettings
@@ -145,17 +145,14 @@ class ImageProbe:
         return on_rank_zero(self.world, "fitting the probe", judge)
 
     def summarise_groups(self, right: npt.NDArray[np.bool_]) -> dict[str, Any]:
-        """Return the figures of the groups of the measured images, empty without --groups.
-
-        Args:
-            right: [n] whether each measured image is predicted correctly.
-        """
+        """Return the figures of the groups of the measured images, empty without --groups; `right`: [n] of them."""
         source, images = self.arguments.groups, self.train if self.test is None else self.test
         if not source:
             return {}
-        names = np.concatenate(images.opened.groups(source))
-        measured = names if self.test is not None else names[images.held_out(self.fraction)]
-        return summarise_rows(source, self.arguments.least_group, measured.tolist(), right)
+        names = images.opened.groups(source)
+        groups = Groups.from_names(source, self.arguments.least_group, *names)
+        numbers = np.concatenate([groups.number(part) for part in names])
+        return groups.summarise(numbers[images.held_out(self.fraction)] if self.test is None else numbers, right)
 
     def result(
         self, name: str, seed: int, value: float, figures: Mapping[str, float] | None = None, **fields: Any

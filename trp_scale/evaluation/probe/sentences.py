@@ -24,7 +24,7 @@ from trp_scale.evaluation.probe.features import Features, LabelledFeatures
 from trp_scale.finetuning.glue.folders import FORMATS, Examples, read_glue, require_folders
 from trp_scale.finetuning.glue.settings import GlueTaskConfig
 from trp_scale.finetuning.glue.task import FIGURES, figure_name, require_libraries
-from trp_scale.finetuning.groups import summarise_rows
+from trp_scale.finetuning.groups import Groups
 from trp_scale.finetuning.task import label_counts
 from trp_scale.reporting.results import SeedResult, TaskResult, join
 
@@ -66,8 +66,6 @@ def _probe(encoder: TextEncoder, root: Path, task: str, arguments: ProbeArgument
     if arguments.rows > len(data.train.labels):
         raise RefusedError(f"--rows is {arguments.rows}, but {task} has {len(data.train.labels)} training rows")
     scores = FORMATS[task].outputs == 1
-    if scores and arguments.groups:
-        raise RefusedError(f"--groups {arguments.groups}: {task} has scores; allowed: tasks with labels")
     rows_by_seed = {
         seed: draw_rows_alike(data.train.labels, arguments.rows, seed, alike=not scores)
         for seed in range(arguments.seed, arguments.seed + arguments.seeds)
@@ -96,7 +94,8 @@ def _probe(encoder: TextEncoder, root: Path, task: str, arguments: ProbeArgument
         detail: dict[str, Any] = {"rows": len(rows)}
         if arguments.groups:
             names = [group for examples in data.measured.values() for group in examples.groups]
-            summary = summarise_rows(arguments.groups, arguments.least_group, names, np.concatenate(right))
+            groups = Groups.from_names(arguments.groups, arguments.least_group, names)
+            summary = groups.summarise(groups.number(names), np.concatenate(right))
             detail |= summary.pop("detail")
             metrics |= summary
         results.append(

@@ -57,7 +57,7 @@ def read_tsv(path: Path, task: GlueFormat, *, max_bad_lines: int = 0, group_colu
         line_numbers=line_numbers,
         indices=[] if index is None else list(columns[index]),
         left_out=left_out,
-        groups=list(columns[names.index(group_column)]) if has_groups(names, group_column, labels, path) else [],
+        groups=list(columns[names.index(group_column)]) if group_column in names else [],
     )
 
 
@@ -85,13 +85,6 @@ DICT_FILE = "dataset_dict.json"
 def split_name(file: str) -> str:
     """Convert the stem of GLUE's file to Hugging Face's split: dev_matched -> validation_matched."""
     return file.replace("dev", "validation", 1)
-
-
-def has_groups(names: list[str], column: str, labels: npt.NDArray[np.float64] | None, where: object) -> bool:
-    """Return whether a file has the column of groups. Raises DataError if it lacks the column, but has labels."""
-    if column and labels is not None and column not in names:
-        raise DataError(f"{where}: no column {quote(column)} for groups; found: {shorten(', '.join(names))}")
-    return column != "" and column in names
 
 
 def read_splits(
@@ -140,9 +133,7 @@ def _read(rows: Any, task: GlueFormat, stem: str, where: str, group_column: str)
         labels=labels,
         line_numbers=list(range(len(rows))),
         indices=[] if index is None else [str(index) for index in rows[names[index]]],
-        groups=["" if group is None else str(group) for group in rows[group_column]]
-        if has_groups(names, group_column, labels, where)
-        else [],
+        groups=[str(group or "") for group in rows[group_column]] if group_column in names else [],
     )
 
 
@@ -237,6 +228,8 @@ def read_glue(root: Path, task: str, *, split: str, max_bad_lines: int, group_co
         RefusedError: the training examples have no labels.
     """
     folder, form = find_folder(root, task), FORMATS[task]
+    if group_column and form.outputs == 1:
+        raise RefusedError(f"groups {group_column}: {task} has scores; allowed: tasks with labels")
     wanted = {"train": ("train",), **(form.dev if split == "dev" else form.test)}
     if (folder / DICT_FILE).is_file():
         read = read_splits(folder, form, wanted, group_column)
@@ -248,6 +241,9 @@ def read_glue(root: Path, task: str, *, split: str, max_bad_lines: int, group_co
     for name in list(wanted)[:2]:  # the training set and the first measured set are required
         if name not in read:
             raise DataError(f"{folder}: no {_missing(folder, wanted[name])}")
+    for examples in read.values() if group_column else ():
+        if examples.labels is not None and not examples.groups:
+            raise DataError(f"{folder}: {examples.name} has no column {quote(group_column)} for groups; name another")
     unlabelled = {name: _explain_missing_labels(folder, examples, form, split) for name, examples in read.items()}
     if reason := unlabelled["train"]:
         raise RefusedError(reason)
