@@ -279,3 +279,17 @@ def test_a_split_that_is_missing_is_named_as_it_is_called_there(tmp_path: Path, 
     datasets.DatasetDict({kept: rows}).save_to_disk(str(tmp_path / "sst2"))
     with pytest.raises(DataError, match=rf"sst2: .*{missing}.*dataset_dict\.json"):
         read_glue(tmp_path, "sst2", split="dev", max_bad_lines=0)
+
+
+def test_a_column_gives_the_groups_of_tasks_with_labels(tmp_path: Path) -> None:
+    root = write_glue(tmp_path)
+    data = read_glue(root, "mnli", split="dev", max_bad_lines=0, group_column="genre")
+    assert data.train.groups == ["fiction"] * 4
+    assert {name: examples.groups for name, examples in data.measured.items()} == {
+        "matched": ["fiction"] * 3,
+        "mismatched": ["fiction"] * 2,
+    }
+    with pytest.raises(DataError, match="'shape'"):
+        read_glue(root, "mnli", split="dev", max_bad_lines=0, group_column="shape")
+    with pytest.raises(RefusedError, match="stsb"):
+        read_glue(root, "stsb", split="dev", max_bad_lines=0, group_column="genre")
