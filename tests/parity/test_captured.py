@@ -15,10 +15,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from tests.fixtures import small_text_dataset
 from tests.ranks import Ranks
-from tests.recorded import RecordedOperations, Result, recorded_on_cpu
+from tests.recorded import RecordedOperations, Recording, Result, recorded_on_cpu
 from tests.runs import flags, image_flags, pretrain_here
 from tests.synthetic import Layout, batch, data_group, make_engine, small_config
 from trp_scale.checkpoint.document import read_document
@@ -248,6 +249,35 @@ def test_collectives_of_the_graphs(two_ranks: Ranks) -> None:
     assert graphs == [("", 0), ("allreduce_", buckets)]
     (_, buckets), *graphs = two_ranks(collectives, several=True)[0]
     assert graphs == [("", 0), *[("", 0), ("allreduce_", buckets)] * 2]
+
+
+def count_collectives(recording: Recording) -> Counter[str]:
+    return Counter(call[0]._opname for call in recording.calls if call[0].namespace == "c10d")
+
+
+def collectives_of_fsdp() -> tuple[int, Counter[str], list[Counter[str]]]:
+    """Number of FSDP2's parameter groups, the collectives of a step without graphs, and those of each graph."""
+    layout = Layout(engine="fsdp", micro_size=4)
+    with recorded_on_cpu():
+        engine, objective = make_engine(layout, small_config(layout, training={"capture": "on"}), data_group())
+        graphs, uncaptured = engine.captured_graphs, Recording()
+        assert graphs is not None
+        engine.train(True)
+        rows = batch(range(4))
+        for context in (uncaptured, graphs.capturing()):
+            with context:
+                engine.backward(graphs.losses(objective, rows).sums.sum(), last=True)
+            engine.discard_gradients()
+        groups = sum(isinstance(module, FSDPModule) for module in engine.module.modules())
+        recordings = graphs.recorder.recordings
+        engine.close()
+    return groups, count_collectives(uncaptured), [count_collectives(each) for each in recordings]
+
+
+def test_collectives_of_fsdp_are_those_of_a_step_without_graphs(two_ranks: Ranks) -> None:
+    groups, uncaptured, (forward, backward) = two_ranks(collectives_of_fsdp)[0]
+    assert forward == {"_allgather_base_": groups} and backward["_reduce_scatter_base_"] == groups
+    assert forward + backward == uncaptured
 
 
 def test_graphs_with_other_results_are_not_used(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -153,7 +153,8 @@ def test_ctrl_c_is_one_line_and_leaves_no_process(starts: bool, tmp_path: Path) 
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)  # one that hangs goes on beside all other tests
         raise
-    assert (process.returncode, said.splitlines()[-1:]) == (130, ["error: interrupted by Ctrl-C"])
+    # Python's tracker of semaphores may warn after that line, when it is interrupted as it starts
+    assert process.returncode == 130 and "error: interrupted by Ctrl-C" in said.splitlines(), said
     assert "Traceback" not in said
     with pytest.raises(ProcessLookupError):
         for _ in range(100):  # the standard library's tracker of semaphores ends a moment later
