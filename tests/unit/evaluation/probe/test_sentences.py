@@ -109,6 +109,6 @@ def test_groups_of_sentences_are_those_of_a_column(
     }
     assert not task.detail[0]["groups"]["rare"]["judged"], "three rows"
     assert task.metrics["worst_group"] == [pytest.approx(min(np.mean(groups["long"]), np.mean(groups["short"])))]
-    assert "groups of sst2" in capsys.readouterr().out
+    assert "of sst2" in capsys.readouterr().out
     assert cli.main([*command, "shape", "--run_dir", str(tmp_path / "other")]) == 2
     assert "'shape'" in capsys.readouterr().err
