@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.settings import changed
-from trp_scale.config import BatchConfig, Config, OptimizerConfig, TextModelConfig, TrainingConfig
+from trp_scale.config import BatchConfig, Config, OptimizerConfig, PretrainConfig, TextModelConfig, TrainingConfig
 from trp_scale.config.registry import make_settings
 from trp_scale.core.batch import Batch, StepStats
 from trp_scale.core.engine import Engine
@@ -67,7 +67,7 @@ def row_source(position: int) -> int:
 
 def add_sources(rows: Batch, config: Config) -> Batch:
     """The batch with the source of each row if the run's tasks are by source."""
-    if not has_sources(config):
+    if not (isinstance(config, PretrainConfig) and has_sources(config)):
         return rows
     sources = torch.tensor([row_source(position) for position in rows.keys.tolist()])
     return replace(rows, fields={**rows.fields, SOURCE: sources})
