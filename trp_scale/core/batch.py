@@ -166,6 +166,11 @@ class Batch:
         return replace(self, keys=fields.pop(KEYS), fields=fields, wire=replace(self.wire, fields=fields))
 
 
+def membership(numbers: Tensor, count: int) -> Tensor:
+    """Return [..., count] float64, 1 in the column of each entry of `numbers`. bincount would wait for the GPU."""
+    return (numbers.unsqueeze(-1) == torch.arange(count, device=numbers.device)).double()
+
+
 @dataclass(kw_only=True)
 class TaskLosses:
     """Loss sums and element counts of every task, not means, so that they add over micro-batches and ranks.

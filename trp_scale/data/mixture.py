@@ -79,6 +79,14 @@ def parse_members(text: str) -> list[tuple[str, Fraction, str]]:
     return members
 
 
+def format_paths(shares: Mapping[str, float], directories: Mapping[str, object], *, total: int) -> str:
+    """Return the `data.path` of data sets by name, with their shares as whole weights of at least 1 whose sum is about
+    `total`."""
+    parts = sum(shares.values())
+    weights = {name: max(1, round(total * share / parts)) for name, share in shares.items()}
+    return ",".join(f"{name}:{weights[name]}={directory}" for name, directory in directories.items())
+
+
 def require_made(path: str, made_by: str) -> None:
     """Refuse a recipe's data set that does not exist yet.
 

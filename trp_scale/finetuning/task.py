@@ -19,7 +19,7 @@ from trp_scale.checkpoint.initial_weights import naming_tensors
 from trp_scale.config import RefusedError
 from trp_scale.config.finetuning import FinetuneConfig, ImageTaskConfig
 from trp_scale.config.registry import find
-from trp_scale.core.batch import Batch, TaskLosses
+from trp_scale.core.batch import Batch, TaskLosses, membership
 from trp_scale.core.hooks import Hook
 from trp_scale.core.run import Objective, RunContext
 from trp_scale.data.fetch import BatchBuilder
@@ -66,8 +66,7 @@ class TaskObjective:
         return TaskLosses(sums=sums, counts=self.count(batch))
 
     def _in_groups(self, batch: Batch, weights: torch.Tensor) -> torch.Tensor:
-        numbers = torch.arange(len(self.tasks), device=weights.device)
-        return (batch["groups"][:, None] == numbers) * weights[:, None]  # [R, T]
+        return membership(batch["groups"], len(self.tasks)) * weights[:, None]  # [R, T]
 
     def outside_weights(self, counts: torch.Tensor) -> torch.Tensor:
         """Return zeros: every task is balanced."""

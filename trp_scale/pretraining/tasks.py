@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from trp_scale.config import RefusedError
-from trp_scale.core.batch import Batch
+from trp_scale.core.batch import Batch, membership
 from trp_scale.data.mixture import parse_members
 from trp_scale.data.plan import Addresses
 
@@ -54,7 +54,7 @@ def blank_source(config: Any, rows: int) -> dict[str, Tensor]:
 
 def rows_by_source(batch: Batch, sources: int) -> Tensor:
     """Return [R, S] float64, 1 where a row is from a source."""
-    return (batch[SOURCE].unsqueeze(-1) == torch.arange(sources, device=batch[SOURCE].device)).double()
+    return membership(batch[SOURCE], sources)
 
 
 def join_names(sources: tuple[str, ...], tasks: tuple[str, ...]) -> tuple[str, ...]:

@@ -4,14 +4,13 @@ sources by the first run's weights (DoReMi, Xie et al. 2023)."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 from trp_scale.config.files import read_yaml
 from trp_scale.config.schema import Fields
 from trp_scale.data.index import write_json
-from trp_scale.data.mixture import parse_members
+from trp_scale.data.mixture import format_paths, parse_members
 from trp_scale.errors import RefusedError
 from trp_scale.storage.files import write_text
 from trp_scale.training.metrics import read_history
@@ -55,13 +54,7 @@ def write_reference(run_dir: Path, output: Path) -> list[str]:
     members = parse_members(Fields(read_yaml(run_dir / CONFIG_FILE), CONFIG_FILE).document["data"]["path"])
     if {name for name, _, _ in members} == set(weights):
         path = output.with_suffix(".txt")
-        write_text(path, reweighted_path(members, weights) + "\n")
+        directories = {name: directory for name, _, directory in members}
+        write_text(path, format_paths(weights, directories, total=SHARES) + "\n")
         lines.append(f"{path}: value of --data.path with the mean weights as shares")
     return lines
-
-
-def reweighted_path(members: list[tuple[str, Fraction, str]], weights: Mapping[str, float]) -> str:
-    """Return `data.path` with the weights of the sources as shares of the rows, in ten-thousandths, at least one."""
-    total = sum(weights.values())
-    shares = {name: max(1, round(SHARES * weight / total)) for name, weight in weights.items()}
-    return ",".join(f"{name}:{shares[name]}={path}" for name, _, path in members)

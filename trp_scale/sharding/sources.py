@@ -14,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from trp_scale.data.index import read_fields
+from trp_scale.data.mixture import format_paths
 from trp_scale.errors import DataError, quote
 from trp_scale.storage.files import write_text
 
@@ -74,7 +75,5 @@ def shard_sources(output: Path, sources: Mapping[str, object], shard: Callable[[
 
 def mixture_path(directories: Mapping[str, Path]) -> str:
     """Return the `data.path` of data sets by name; a weight is the share of the rows in thousandths, at least one."""
-    counts = {name: read_fields(path / "dataset.json").take("rows", int) for name, path in directories.items()}
-    total = sum(counts.values())
-    weights = {name: max(1, round(SHARES * count / total)) for name, count in counts.items()}
-    return ",".join(f"{name}:{weights[name]}={path}" for name, path in directories.items())
+    rows = {name: read_fields(path / "dataset.json").take("rows", int) for name, path in directories.items()}
+    return format_paths(rows, directories, total=SHARES)

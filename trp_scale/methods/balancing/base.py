@@ -115,16 +115,20 @@ class LossReadingBalancer(TaskBalancer):
             if missing := [tasks[task] for task in self.objective.balanced if tasks[task] not in losses]:
                 raise RefusedError(f"{flag} {settings.reference_file} has no loss of {missing}, which are balanced")
             run.data_group.require_equal(str(sorted(losses.items())), f"{flag} {settings.reference_file}")
-        if unknown := sorted(set(losses) - set(tasks)):
-            raise RefusedError(f"{flag} names unknown tasks {unknown}; allowed: {list(tasks)}")
-        reference = [losses.get(task, 0.0) for task in tasks]
-        self.reference = torch.tensor(reference, dtype=torch.float64).to(self.device)
+        self.reference = self.vector_from_names(losses, 0.0, flag)
         # NaN marks a task not seen so far.
         self.first_losses = self.vector(torch.nan)
 
     def vector(self, value: float) -> Tensor:
         """Return [T] float64 filled with `value`."""
         return torch.full((len(self.objective.tasks),), value, dtype=torch.float64, device=self.device)
+
+    def vector_from_names(self, values: Mapping[str, float], default: float, flag: str) -> Tensor:
+        """Return the values of the tasks, [T] float64; raise RefusedError with the flag for unknown tasks."""
+        tasks = self.objective.tasks
+        if unknown := sorted(set(values) - set(tasks)):
+            raise RefusedError(f"{flag} names unknown tasks {unknown}; allowed: {list(tasks)}")
+        return torch.tensor([values.get(task, default) for task in tasks], dtype=torch.float64).to(self.device)
 
     def scale_losses(self, losses: Tensor) -> Tensor:
         """Return the losses [T] scaled by `balancer.scale`."""

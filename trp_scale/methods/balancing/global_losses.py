@@ -1,5 +1,5 @@
 """Balancers whose weights depend on the losses of the global batch: estimates of these losses, minimax (TRP Algorithm
-1, eq. 7) and group DRO (Sagawa et al.)."""
+1, eq. 7), group DRO (Sagawa et al.) and smooth Tchebycheff (Lin et al.)."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torch import Tensor
 from trp_scale.core.batch import TaskLosses
 from trp_scale.core.hooks import StepContext
 from trp_scale.core.run import RunContext
-from trp_scale.methods.balancing.base import LossReadingBalancer
-from trp_scale.methods.balancing.settings import GlobalLossSettings, GroupDroSettings, MinimaxSettings
+from trp_scale.methods.balancing.base import LossReadingBalancer, normalise
+from trp_scale.methods.balancing.settings import GlobalLossSettings, GroupDroSettings, MinimaxSettings, StchSettings
 
 logger = logging.getLogger(__name__)
 
@@ -287,3 +287,40 @@ class GroupDro(GlobalLossBalancer):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
         self.log_shares = state["log_shares"].to(self.device)
+
+
+class Stch(GlobalLossBalancer):
+    """Smooth Tchebycheff scalarisation (Lin et al.): descent of mu log sum_t exp(p_t (f_t - z_t) / mu).
+
+    The weights are w_t ~ p_t softmax(p (f - z) / mu)_t f'(L_t), with sum 1.
+    p are the preferences, f the losses or their logarithms, z the references of `scale: reference`. With logarithms
+    and `scale: initial`, f - z is log(L / L_0), as in the authors' multi-task code, which divides by the mean of an
+    early epoch. Equal preferences of 1, losses and references 0 give TRP eq. 7 with alpha = 1 / mu.
+
+    Raises:
+        RefusedError: a preference names an unknown task.
+    """
+
+    settings: StchSettings
+
+    steadier = "--balancer.min_count, --balancer.loss_ema or a larger --balancer.mu"
+
+    def __init__(self, settings: StchSettings, run: RunContext) -> None:
+        super().__init__(settings, run)
+        self.preference = self.vector_from_names(settings.preference, 1.0, "balancer.preference")  # p
+
+    def values(self, losses: Tensor) -> Tensor:
+        """Return f - z, [T]."""
+        return self.remaining_losses(losses).log() if self.settings.form == "logarithms" else self.scale_losses(losses)
+
+    def weigh(self, values: Tensor, losses: Tensor, eligible: Tensor) -> Tensor:
+        """Return the weights of the eligible tasks, [T], from f - z and the losses, [T] each."""
+        shares = self.preference * softmax_weights(self.preference * values, 1.0 / self.settings.mu, eligible)
+        return normalise(shares / self.excess(losses) if self.settings.form == "logarithms" else shares)
+
+    def task_weights(self, ctx: StepContext, losses: Tensor, counts: Tensor, eligible: Tensor) -> Tensor:
+        return self.weigh(self.values(losses), losses, eligible)
+
+    def lagged_weights(self, ctx: StepContext, eligible: Tensor) -> Tensor:
+        values, losses = self.fill_unseen(self.values(self.last_losses)), self.fill_unseen(self.last_losses)
+        return self.weigh(values, losses, eligible)

@@ -180,7 +180,7 @@ class FamoSettings(GlobalLossSettings, RatioSettings):
     """Decay of these logits towards 0, which is added to their gradient."""
 
 
-@component("balancer", "stch", "trp_scale.methods.balancing.stch:Stch")
+@component("balancer", "stch", "trp_scale.methods.balancing.global_losses:Stch")
 @dataclass(kw_only=True)
 class StchSettings(GlobalLossSettings):
     """Smooth Tchebycheff scalarisation: smoothed maximum of preferred losses (Lin et al. 2024)."""

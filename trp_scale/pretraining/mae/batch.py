@@ -9,54 +9,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any
 
-import numpy as np
 import torch
 
-from trp_scale.config.images import MOST_PATCHES, PatchSplit, split_patches
+from trp_scale.config.images import split_patches
 from trp_scale.core.batch import Batch
-from trp_scale.data.hashing import Integers, Words, mix, name_hash
 from trp_scale.data.images.crops import Cropper, crop_words, cut_images
 from trp_scale.data.images.dataset import ImageDataset, ImageMeta, RowReader, agree_images, open_image_dataset
 from trp_scale.data.images.leakage import refuse_test_sets
 from trp_scale.data.mixture import MemberPath
 from trp_scale.data.plan import Addresses, row_states
 from trp_scale.data.sources import Rows, require_kind
-from trp_scale.methods.learned_masks.color_noise import order_by_noise
-from trp_scale.methods.learned_masks.settings import ColorSettings
+from trp_scale.pretraining.mae.masks import draw_masks
 from trp_scale.pretraining.mae.settings import MaeConfig
 from trp_scale.pretraining.tasks import source_field
-
-_MASK = np.uint64(name_hash("mask: patches"))
-_PLACE = np.uint64(MOST_PATCHES - 1)
-
-
-def draw_masks(words: Words, split: PatchSplit, noise: Any = None) -> tuple[Integers, Integers]:
-    """Draw the visible and masked patches of each crop. Each set of V patches is equally likely without `noise`.
-
-    Args:
-        words: [R, k] one word per crop (`crops.crop_words`).
-        split: N and V; N is at most MOST_PATCHES (checked in config/images.py).
-        noise: settings of the masks; other kinds than `color` are ignored.
-
-    Returns:
-        visible [R, k, V] and masked [R, k, N - V], patch numbers row by row, ascending.
-    """
-    words = mix(words ^ _MASK)
-    colored = isinstance(noise, ColorSettings)
-    order = order_by_noise(noise, words, split.patches) if colored else random_order(words, split.patches)  # [R, k, N]
-    visible, masked = np.sort(order[:, :, : split.visible], axis=2), np.sort(order[:, :, split.visible :], axis=2)
-    return visible, masked
-
-
-def random_order(words: Words, patches: int) -> Integers:
-    """Return patch numbers 0 .. patches - 1 in the order of their hashes: words [...] -> [..., patches]."""
-    column = np.arange(patches, dtype=np.uint64)
-    order = (mix(words[..., None] ^ column) & ~_PLACE) | column
-    order.sort(axis=-1)  # the low bits hold the patch number, so equal hashes keep their order
-    numbers: Integers = (order & _PLACE).astype(np.int64)
-    return numbers
 
 
 class ImageBatchBuilder:

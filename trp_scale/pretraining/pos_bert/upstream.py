@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from trp_scale.checkpoint.initial_weights import give_weights
 from trp_scale.checkpoint.run_directory import TOKENIZER, copy_tokenizer
 from trp_scale.config import RefusedError
-from trp_scale.core.batch import Batch, Extra, TaskLosses
+from trp_scale.core.batch import Batch, Extra, TaskLosses, membership
 from trp_scale.core.run import Tap, TapPlace
 from trp_scale.data.mixture import parse_paths
 from trp_scale.data.sources import Rows
@@ -80,14 +80,13 @@ class PosMaskedLanguageModelling:
         return torch.cat([words, rows])  # [T]
 
     def _membership(self, batch: Batch) -> Tensor:
-        """Return [R * M, tasks of words] float64, 1 where a masked position belongs to a task. bincount would
-        synchronise with the GPU."""
+        """Return [R * M, tasks of words] float64, 1 where a masked position belongs to a task."""
         task = batch["label_groups"]  # [R, M]
         if self.by == "sources":
             task = batch[SOURCE].unsqueeze(-1).expand_as(task)
         elif self.by == "parts_of_speech_by_sources":
             task = batch[SOURCE].unsqueeze(-1) * self.groups + task
-        return (task.flatten().unsqueeze(-1) == torch.arange(self.next_sentence, device=task.device)).double()
+        return membership(task.flatten(), self.next_sentence)
 
     def outside_weights(self, counts: Tensor) -> Tensor:
         """[T] float64: n_other / n for `other: outside`, next_sentence_weight for `next_sentence: outside`, else 0."""

@@ -13,9 +13,8 @@ from tests.unit.data.loaded import assert_same, steps
 from trp_scale.config.images import PatchSplit
 from trp_scale.data.hashing import mix
 from trp_scale.data.images.crops import crop_words
-from trp_scale.methods.learned_masks.color_noise import color_noise, gaussian, order_by_noise
 from trp_scale.methods.learned_masks.settings import ColorSettings
-from trp_scale.pretraining.mae.batch import draw_masks
+from trp_scale.pretraining.mae.masks import color_noise, draw_masks, gaussian, order_by_noise
 
 NOISES = ("red", "blue", "green", "purple")
 WORDS = mix(np.arange(400, dtype=np.uint64))
