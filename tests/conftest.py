@@ -9,6 +9,7 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TRP_SCALE_CACHE_GB", "1")  # by default it depends on how full the disk is
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the shared ranks are gloo ranks on the CPU, with or without a GPU beside them
 
 import hypothesis
