@@ -29,6 +29,7 @@ from trp_scale.distributed.stop import NOTICES, signal_handlers
 from trp_scale.errors import RefusedError
 from trp_scale.reporting.results import RESULTS_FILE
 from trp_scale.sharding.clusters import submit_job
+from trp_scale.sharding.sources import MIXTURE
 from trp_scale.storage.files import write_json
 from trp_scale.studies.graph import Graph
 from trp_scale.training.metrics import nothing_left
@@ -36,8 +37,9 @@ from trp_scale.training.report import read_summary
 
 STUDY_FILE = "study.json"
 
-DATA_FILES = ("dataset.json", "annotations.json")
-"""Last file that is written to a data set: by shard-text and shard-images, or by `shard-images --coco`."""
+DATA_FILES = ("dataset.json", MIXTURE, "annotations.json")
+"""Last file that is written to a data set: by shard-text and shard-images, also with --source_field, or by
+`shard-images --coco`."""
 
 Status = Literal["finished", "failed", "stopped"]
 

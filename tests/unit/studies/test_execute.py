@@ -156,6 +156,16 @@ def test_a_run_is_whole_that_has_nothing_left_to_do(tmp_path: Path, reason: str,
     assert executor._is_complete("runs/plain/seed_0") is whole
 
 
+@pytest.mark.parametrize("last", ["dataset.json", "mixture.txt", "annotations.json"])
+def test_a_data_set_is_whole_with_its_last_file(tmp_path: Path, last: str) -> None:
+    executor = Executor(graph_of(tmp_path), jobs=1)
+    path = executor.graph.path("data/words")
+    path.mkdir(parents=True)
+    assert not executor._is_complete("data/words")
+    (path / last).touch()
+    assert executor._is_complete("data/words")
+
+
 def test_asking_to_stop_leaves_the_exit_status_to_the_thread_that_waits(tmp_path: Path) -> None:
     executor = Executor(graph_of(tmp_path), jobs=1)
     ended, finished = (subprocess.Popen(["true"]) for _ in range(2))
