@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +23,8 @@ from trp_scale.errors import CheckpointError
 
 STEPS = 2
 """Steps on each layout."""
-PATHS = {
+MUON = {"optimizer": {"kind": "muon", "lr": 0.01, "clipping": 1.0}}
+PATHS: dict[str, list[Layout]] = {
     "through every engine": [
         Layout(engine="plain"),
         Layout(engine="deepspeed", stage=3),
@@ -43,7 +45,16 @@ PATHS = {
         Layout(engine="ddp"),
         Layout(engine="plain"),
     ],
+    "Muon": [
+        Layout(engine="plain"),
+        Layout(engine="deepspeed", stage=3),
+        Layout(engine="fsdp"),
+        Layout(engine="ddp"),
+        Layout(engine="deepspeed", stage=2),
+        Layout(engine="deepspeed", stage=0),
+    ],
 }
+CHANGES: dict[str, dict[str, Any]] = {"Muon": MUON}
 
 
 def write(trainer: RecordingTrainer, run_dir: Path, engines: EngineGroup | None = None) -> None:
@@ -62,10 +73,10 @@ def seen(stats: StepStats) -> dict[str, float]:
     return {"loss": stats.loss, "grad_norm": stats.grad_norm, "lr": stats.lr}
 
 
-def uninterrupted(run_dir: Path, parts: int) -> list[dict[str, float]]:
+def uninterrupted(run_dir: Path, parts: int, changes: dict[str, Any]) -> list[dict[str, float]]:
     """One plain process with a checkpoint each STEPS; returns what the first step after each of them saw."""
     layout = Layout(engine="plain")
-    trainer = trainer_for(layout, small_config(layout, balancer={"estimate": "lagged"}))
+    trainer = trainer_for(layout, small_config(layout, balancer={"estimate": "lagged"}, **changes))
     trainer.engine.train(True)
     for _ in range(parts):
         for _ in range(STEPS):
@@ -75,9 +86,11 @@ def uninterrupted(run_dir: Path, parts: int) -> list[dict[str, float]]:
     return [seen(stats) for stats in trainer.history[::STEPS]]
 
 
-def go_on(layout: Layout, checkpoint: Path | None, run_dir: Path, echo_dir: Path) -> dict[str, float]:
+def go_on(
+    layout: Layout, changes: dict[str, Any], checkpoint: Path | None, run_dir: Path, echo_dir: Path
+) -> dict[str, float]:
     """Load, save at once into echo_dir, train STEPS, save into run_dir; returns what the first step saw."""
-    trainer = trainer_for(layout, small_config(layout, balancer={"estimate": "lagged"}))
+    trainer = trainer_for(layout, small_config(layout, balancer={"estimate": "lagged"}, **changes))
     if checkpoint is not None:
         loaded = load(checkpoint, engine=trainer.engine, group=data_group())
         assert trainer.engine.optimizer_steps() == loaded.optimizer_steps == loaded.step
@@ -103,14 +116,14 @@ def distance(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     return float(difference / torch.stack([tensor.double().norm() for tensor in expected.values()]).norm())
 
 
-@pytest.mark.parametrize("path", always(PATHS, "through every engine"))
+@pytest.mark.parametrize("path", always(PATHS, "through every engine", "Muon"))
 def test_a_run_that_changes_its_engine_at_every_checkpoint(path: str, tmp_path: Path, two_ranks: Ranks) -> None:
     reference = tmp_path / "reference"
-    expected = uninterrupted(reference, len(PATHS[path]))
+    expected = uninterrupted(reference, len(PATHS[path]), CHANGES.get(path, {}))
     checkpoint: Path | None = None
     for number, layout in enumerate(PATHS[path]):
         step, echo = STEPS * (number + 1), tmp_path / f"echo{number}"
-        arguments = (layout, checkpoint, tmp_path / "run", echo)
+        arguments = (layout, CHANGES.get(path, {}), checkpoint, tmp_path / "run", echo)
         found = [go_on(*arguments)] if layout.engine == "plain" else two_ranks(go_on, *arguments)
         where = f"{path}, {layout.engine} stage {layout.stage} at step {step}"
         if checkpoint is not None:

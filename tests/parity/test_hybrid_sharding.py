@@ -30,7 +30,7 @@ from tests.synthetic import Layout, Result, data_group, hybrid, make_engine, run
 from tests.synthetic_images import run_images
 from tests.synthetic_masks import run_masks
 from trp_scale.core.engine import EngineError
-from trp_scale.engines.fsdp import assign_to_least_loaded
+from trp_scale.engines.shards import assign_to_least_loaded
 
 TWO_BY_TWO = hybrid(2, micro_size=1)
 """Four ranks, two micro-batches each."""
@@ -45,6 +45,7 @@ stays whole."""
 RUNS: dict[str, tuple[Callable[[Layout, dict[str, Any]], Result], dict[str, Any]]] = {
     "minimax, clipped": (run, {"optimizer": {"kind": "sgd", "lr": 4.0, "clipping": 0.5}}),
     "LAMB": (run, {"optimizer": {"kind": "lamb", "lr": 0.01, "clipping": 1.0, "weight_decay": 0.1}}),
+    "Muon": (run, {"optimizer": {"kind": "muon", "lr": 0.01, "clipping": 1.0, "weight_decay": 0.1}}),
     "adversary": (
         run_images,
         {

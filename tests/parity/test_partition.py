@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from itertools import product
 from typing import Any
 
 import pytest
@@ -90,20 +91,27 @@ def test_key_biases_agree_under_sgd(two_ranks: Ranks, layout: str) -> None:
     assert [far for far in too_far(ours, theirs) if "key.bias" not in far] == []
 
 
-LAMB = {"optimizer": {"kind": "lamb", "lr": 0.01, "clipping": 1.0, "weight_decay": 0.1}}
+WHOLE_MATRICES: dict[str, dict[str, Any]] = {
+    "lamb": {"optimizer": {"kind": "lamb", "lr": 0.01, "clipping": 1.0, "weight_decay": 0.1}},
+    "muon": {"optimizer": {"kind": "muon", "lr": 0.01, "clipping": 1.0, "weight_decay": 0.1}},
+}
+"""Optimizers whose updates depend on all elements of a matrix."""
 
 
 @lru_cache
-def reference_of_lamb() -> Result:
-    return run(Layout(micro_size=2), {**changes("exact"), **LAMB})
+def reference_of(kind: str) -> Result:
+    return run(Layout(micro_size=2), {**changes("exact"), **WHOLE_MATRICES[kind]})
 
 
-@pytest.mark.parametrize("layout", always(TWO_RANKS, "zero3"))
-def test_lengths_of_whole_matrices_agree_under_lamb(two_ranks: Ranks, layout: str) -> None:
-    """However an engine cuts a matrix, its step is as long as all of it."""
-    ours = two_ranks(run, TWO_RANKS[layout], {**changes("exact"), **LAMB})[0]
+@pytest.mark.parametrize(
+    ("layout", "kind"),
+    always(product(TWO_RANKS, WHOLE_MATRICES), ("zero3", "lamb"), ("fsdp", "muon"), ("zero2", "muon")),
+)
+def test_updates_of_whole_matrices_agree(two_ranks: Ranks, layout: str, kind: str) -> None:
+    """However an engine shards a matrix."""
+    ours = two_ranks(run, TWO_RANKS[layout], {**changes("exact"), **WHOLE_MATRICES[kind]})[0]
     assert ours.moved
-    assert too_far(ours, reference_of_lamb()) == []
+    assert too_far(ours, reference_of(kind)) == []
 
 
 @pytest.mark.parametrize("layout", always(["ddp", "fsdp", "zero2", "zero3"], "fsdp"))

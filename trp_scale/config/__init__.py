@@ -245,15 +245,19 @@ WITHOUT_END = ("constant", "inverse_sqrt")
 class OptimizerConfig(Section):
     """Optimizer and learning-rate schedule (TRP 001, Table 4)."""
 
-    kind: Literal["adamw", "lamb", "sgd"] = "adamw"
+    kind: Literal["adamw", "lamb", "muon", "sgd"] = "adamw"
     """adamw; lamb for batches of many thousand rows: the update of each matrix is scaled to lr times the matrix's norm
-    (You et al. 2020); sgd: plain gradient descent, for checks that must not divide by the size of a gradient."""
+    (You et al. 2020); muon: orthogonal updates of the blocks' matrices, AdamW for the rest (Jordan et al. 2024),
+    with one lr for both (Liu et al. 2025); sgd: plain gradient descent, for checks that must not divide by the size of
+    a gradient."""
     lr: float = setting(2e-4, above=0)
     """Peak learning rate."""
     beta1: float = setting(0.9, at_least=0, below=1)
     """Decay rate of the first moment."""
     beta2: float = setting(0.999, at_least=0, below=1)
     """Decay rate of the second moment."""
+    momentum: float = setting(0.95, at_least=0, below=1)
+    """muon: decay rate of the momentum of the blocks' matrices."""
     eps: float = setting(1e-6, above=0)
     """Added to the square root of the second moment. 1e-6 is BERT's value; the image recipes use AdamW's usual 1e-8."""
     weight_decay: float = setting(0.01, at_least=0)

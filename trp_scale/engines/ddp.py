@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from trp_scale.core.engine import EngineError
 from trp_scale.core.pieces import Piece, owned_ranges, shares
 from trp_scale.distributed.groups import Group
+from trp_scale.engines.optimizer import MatrixOptimizer
 from trp_scale.engines.plain import Masters, PlainEngine, take_gradients
 from trp_scale.engines.shards import sum_of_squares
 from trp_scale.models.initialise import fill_module
@@ -200,7 +201,10 @@ class DdpEngine(PlainEngine):
         if self.data_group.size > 1:
             dtype = torch.bfloat16 if self.config.training.gradients == "bf16" else None
             self.reduction = self.build_reduction(module, dtype)
-        return super().build_optimizer(module)
+        optimizer = super().build_optimizer(module)
+        if isinstance(optimizer, MatrixOptimizer):
+            optimizer.hold([own for _, own in self.named_parameters()], self.data_group)
+        return optimizer
 
     def build_reduction(self, module: nn.Module, dtype: torch.dtype | None) -> GradientReduction:
         """Return the reduction of gradients, sent as `dtype`, over the data ranks."""

@@ -21,7 +21,7 @@ from trp_scale.core.engine import EngineError
 from trp_scale.core.pieces import Piece, Shards, whole_tensors
 from trp_scale.distributed.groups import Group
 from trp_scale.engines.compiled import checkpoint_blocks, compile_model
-from trp_scale.engines.optimizer import Lamb, adamw_response, build_optimizer, set_learning_rate
+from trp_scale.engines.optimizer import MatrixOptimizer, adamw_response, build_optimizer, set_learning_rate
 from trp_scale.engines.shards import ShardOperations, sum_of_squares
 from trp_scale.engines.zero_layout import (
     FlatLayout,
@@ -46,6 +46,7 @@ SCALER_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 LAYOUTS: dict[tuple[str, bool], type[ZeroLayout]] = {
     ("AdamW", False): WholeLayout,
     ("Lamb", False): WholeLayout,
+    ("Muon", False): WholeLayout,
     ("SGD", False): WholeLayout,
     ("FP16_UnfusedOptimizer", False): WholeHalfLayout,
     ("DeepSpeedZeroOptimizer", False): FlatLayout,
@@ -126,7 +127,7 @@ class DeepSpeedEngine(ShardOperations):
             EngineError: the C++ Adam cannot be compiled here.
         """
         settings = self.config.optimizer
-        ours = build_optimizer(module, settings)
+        ours = build_optimizer(module, settings, precision=self.config.training.precision)
         if not document.get("zero_force_ds_cpu_optimizer"):
             return ours
         try:
@@ -161,9 +162,10 @@ class DeepSpeedEngine(ShardOperations):
             )
         make = LAYOUTS[chosen, offloads]
         layout = make(self.engine.module, optimizer, rank=self.data_group.rank, world=self.data_group.size)
-        if isinstance(layout.torch_optimizer, Lamb):
+        if isinstance(layout.torch_optimizer, MatrixOptimizer):
             if offloads:
-                raise EngineError("--optimizer.kind lamb does not work with offload_optimizer; use adamw, or none")
+                kind = self.config.optimizer.kind
+                raise EngineError(f"--optimizer.kind {kind} does not work with offload_optimizer; use adamw, or none")
             layout.spread(layout.torch_optimizer, self.data_group)
         return layout
 

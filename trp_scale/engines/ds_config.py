@@ -404,7 +404,7 @@ def optimizer_differences(block: object, config: Config, path: str = "optimizer"
         return
     yield from _unknown_names(block, ("type", "params", "legacy_fusion"), path)
     settings = config.optimizer
-    names = {"adamw": ("adamw", "adam"), "lamb": ("lamb",), "sgd": ("sgd",)}[settings.kind]
+    names = {"adamw": ("adamw", "adam"), "lamb": ("lamb",), "muon": ("muon",), "sgd": ("sgd",)}[settings.kind]
     kind = block.get("type", AUTO)
     if kind != AUTO and str(kind).lower() not in names:
         yield f"{path}.type is {quote(kind)}, the recipe says {settings.kind} (--optimizer.kind)"

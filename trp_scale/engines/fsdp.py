@@ -22,9 +22,9 @@ from torch.distributed.tensor import DTensor
 from trp_scale.config.settings import near_divisors
 from trp_scale.core.engine import EngineError
 from trp_scale.core.pieces import Piece, whole_tensors
-from trp_scale.engines.optimizer import Lamb, empty_adamw_state
+from trp_scale.engines.optimizer import MatrixOptimizer, empty_state
 from trp_scale.engines.plain import PlainEngine
-from trp_scale.engines.shards import sum_of_squares
+from trp_scale.engines.shards import assign_to_least_loaded, sum_of_squares
 from trp_scale.models.initialise import Value, allocate, initialisers
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -129,11 +129,14 @@ class FsdpEngine(PlainEngine):
 
     def build_optimizer(self, module: nn.Module) -> torch.optim.Optimizer:
         optimizer = super().build_optimizer(module)
-        if isinstance(optimizer, Lamb):
-            optimizer.shard(self.local, self.data_group)  # which counts copies too: in a ratio of norms that is nothing
+        if isinstance(optimizer, MatrixOptimizer):
+            if self.offloads and self.config.optimizer.kind == "muon":
+                raise EngineError("--optimizer.kind muon does not work with --fsdp.offload; allowed: adamw, lamb, sgd")
+            # The data ranks count copies too: in LAMB's ratio of norms this cancels.
+            optimizer.shard(list(module.parameters()), self.local, self.first_element, self.data_group)
         if self.config.fsdp.offload_directory and isinstance(optimizer, torch.optim.AdamW):
             for parameter in module.parameters():
-                optimizer.state[parameter] = empty_adamw_state(parameter, self._on_disk)
+                optimizer.state[parameter] = empty_state(optimizer, parameter, self._on_disk)
         return optimizer
 
     def train(self, mode: bool) -> None:
@@ -215,15 +218,6 @@ class FsdpEngine(PlainEngine):
     def full_weights(self) -> dict[str, Tensor]:
         tensors = whole_tensors(self.pieces(), (piece.tensors["weight"] for piece in self.pieces()), self.data_group)
         return tensors if self.data_group.rank == 0 else {}
-
-
-def assign_to_least_loaded(sizes: Sequence[int], places: int) -> list[int]:
-    """Assign each size in turn to the place with the smallest sum."""
-    held, owners = [0] * places, []
-    for size in sizes:
-        owners.append(owner := held.index(min(held)))
-        held[owner] += size
-    return owners
 
 
 def zeros_on_disk(shape: Sequence[int], dtype: torch.dtype, directory: Path) -> Tensor:

@@ -22,7 +22,7 @@ from trp_scale.core.pieces import STATE_NAMES, Box, Piece, whole_tensors
 from trp_scale.core.run import per_member_rng
 from trp_scale.distributed.groups import Group
 from trp_scale.engines.ddp import DdpEngine, GradientReduction, OwnRows
-from trp_scale.engines.optimizer import Lamb
+from trp_scale.engines.optimizer import MatrixOptimizer
 from trp_scale.engines.plain import Masters
 from trp_scale.engines.sequence_parallel import (
     DropoutApart,
@@ -352,9 +352,12 @@ class MegatronEngine(DdpEngine):
         optimizer = super().build_optimizer(module)
         partial = set(self.plan.partial(module) if self.config.megatron.sequence_parallel else ()) - self.cut
         self.partial = [parameter for name, parameter in self.named_parameters() if name in partial]
-        if isinstance(optimizer, Lamb):
-            # Replicated parameters are counted on each rank; this cancels in the ratio of two norms.
-            optimizer.shard(lambda tensor: tensor, self.world if self.shards_moments else self.tensor_group)
+        if isinstance(optimizer, MatrixOptimizer):
+            # Replicated parameters are counted on each rank; this cancels in LAMB's ratio of two norms.
+            optimizer.hold(
+                [own for _, own in self.named_parameters()],
+                self.world if self.shards_moments else self.tensor_group,
+            )
         return optimizer
 
     def _boxes(self, name: str, shape: tuple[int, ...]) -> list[Box]:

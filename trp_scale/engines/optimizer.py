@@ -1,17 +1,17 @@
-"""Optimizers: AdamW, LAMB and SGD, with weight-decay groups and layer-wise learning rates."""
+"""Optimizers: AdamW, LAMB, Muon and SGD, with weight-decay groups and layer-wise learning rates."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
 from trp_scale.config import OptimizerConfig
 from trp_scale.core.engine import EngineError
-from trp_scale.core.pieces import Piece, Shards, foreach_chunks
+from trp_scale.core.pieces import STATE_NAMES, FlatRange, Piece, Shards, foreach_chunks
 from trp_scale.distributed.groups import ALONE, Group
 
 if TYPE_CHECKING:
@@ -37,27 +37,34 @@ LEARNED_POSITIONS = "pos_embed"
 """Name of an image encoder's learned positions: a matrix without weight decay, as in timm."""
 
 
+def whole_shape(parameter: Tensor) -> tuple[int, ...]:
+    """Return the shape of a parameter, also of a ZeRO-3 partition."""
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+
 def decay_groups(
     parameters: Iterable[tuple[str, nn.Parameter]],
     weight_decay: float,
     scale_of: Callable[[str], float] = lambda _: 1.0,
+    hidden: Collection[str] = (),
 ) -> list[dict[str, Any]]:
-    """Return parameter groups: matrices with `weight_decay`, vectors (biases, norms, class and mask tokens, embeddings
-    of classes and modalities) and LEARNED_POSITIONS without; two groups for each learning-rate scale, `lr_scale`.
+    """Return parameter groups: `hidden` matrices (names, for Muon) and other matrices with `weight_decay`, vectors
+    (biases, norms, class and mask tokens, embeddings of classes and modalities) and LEARNED_POSITIONS without; up to
+    three groups for each learning-rate scale, `lr_scale`.
 
     The code of MAE and of AdPE decays class and mask tokens, which have three dimensions there. MultiMAE does not decay
     global and mask tokens, as here, but decays the embeddings of classes and tasks, which its list of names misses.
     """
-    by_rate: dict[float, tuple[list[nn.Parameter], list[nn.Parameter]]] = {}
+    by_rate: dict[float, tuple[list[nn.Parameter], ...]] = {}
     for name, parameter in parameters:
-        matrices, vectors = by_rate.setdefault(scale_of(name), ([], []))
-        shape = getattr(parameter, "ds_shape", parameter.shape)  # ds_shape: whole shape of a ZeRO-3 partition
-        decayed = len(shape) >= 2 and not name.endswith(LEARNED_POSITIONS)
-        (matrices if decayed else vectors).append(parameter)
+        orthogonal, matrices, vectors = by_rate.setdefault(scale_of(name), ([], [], []))
+        decayed = len(whole_shape(parameter)) >= 2 and not name.endswith(LEARNED_POSITIONS)
+        (orthogonal if name in hidden else matrices if decayed else vectors).append(parameter)
+    kinds = ((True, True, weight_decay), (False, True, weight_decay), (False, False, 0.0))
     return [
-        {"params": members, "weight_decay": decay, "lr_scale": scale, "matrices": decays}
+        {"params": members, "weight_decay": decay, "lr_scale": scale, "matrices": decays, "hidden": is_hidden}
         for scale, groups in by_rate.items()
-        for members, decays, decay in zip(groups, (True, False), (weight_decay, 0.0), strict=True)
+        for members, (is_hidden, decays, decay) in zip(groups, kinds, strict=True)
         if members
     ]
 
@@ -76,70 +83,132 @@ def layer_scales(module: nn.Module, layer_decay: float) -> Callable[[str], float
 
 
 def build_optimizer(
-    module: nn.Module, config: OptimizerConfig, parameters: Iterable[tuple[str, nn.Parameter]] | None = None
+    module: nn.Module,
+    config: OptimizerConfig,
+    parameters: Iterable[tuple[str, nn.Parameter]] | None = None,
+    precision: str = "fp32",
 ) -> torch.optim.Optimizer:
-    """Build fused AdamW, LAMB, or SGD without momentum or decay.
+    """Build fused AdamW, LAMB, Muon, or SGD without momentum or decay.
 
     Args:
         parameters: parameters to update, by the module's names; None: those of the module.
+        precision: `training.precision`; Muon orthogonalises in fp32 if it is fp32, otherwise in bf16.
     """
     scales = layer_scales(module, config.layer_decay)
-    groups = decay_groups(parameters or module.named_parameters(), config.weight_decay, scales)
+    named = list(parameters or module.named_parameters())
+    hidden = block_matrices(module) if config.kind == "muon" else ()
+    groups = decay_groups(named, config.weight_decay, scales, hidden)
     if config.kind == "sgd":
         for group in groups:
             group["weight_decay"] = 0.0
         return torch.optim.SGD(groups, lr=config.lr)
+    shared: dict[str, Any] = {"lr": config.lr, "betas": (config.beta1, config.beta2), "eps": config.eps}
     if config.kind == "lamb":
-        return Lamb(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps)
-    return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True)
+        return Lamb(groups, named, **shared)
+    if config.kind == "muon":
+        from trp_scale.engines.muon import Muon
+
+        dtype = torch.float32 if precision == "fp32" else torch.bfloat16
+        return Muon(groups, named, **shared, momentum=config.momentum, dtype=dtype)
+    return torch.optim.AdamW(groups, **shared, fused=True)
 
 
-class Lamb(torch.optim.AdamW):
-    """LAMB (You et al. 2020, Algorithm 2, phi the identity): w - lr |w| / |u| u, with u = m_hat / (sqrt(v_hat) + eps) +
-    decay w. The ratio is 1 if a norm is 0, and for vectors, as in NVIDIA's and timm's code.
+def block_matrices(module: nn.Module) -> set[str]:
+    """Return the names of the weights of linear layers in the module's blocks (`layers`)."""
+    inner = {
+        id(part.weight)
+        for layer in module.layers  # type: ignore[union-attr]
+        for part in layer.modules()  # type: ignore[union-attr]
+        if isinstance(part, nn.Linear)
+    }
+    return {name for name, parameter in module.named_parameters() if id(parameter) in inner}
 
-    AdamW's fused kernel updates the moments at learning rate 0, which keeps the weights; it reads `found_inf`. One sum
-    over the ranks in float64 gives all norms. u needs the memory of this rank's weights. Nothing waits for the device.
+
+@dataclass(frozen=True)
+class Extent:
+    """Elements of a parameter in a tensor that an optimizer updates.
+
+    Attributes:
+        number: parameter.
+        start: first element in the flattened parameter.
+        position: elements in the flattened tensor.
+    """
+
+    number: int
+    start: int
+    position: slice
+
+
+class MatrixOptimizer(torch.optim.AdamW):
+    """Fused AdamW that knows which elements of which parameters its tensors have, for updates of whole matrices.
 
     Args:
         groups: result of decay_groups.
+        parameters: all parameters by name, in the same order on all ranks.
     """
 
     found_inf: Tensor | None = None
 
-    def __init__(self, groups: list[dict[str, Any]], *, lr: float, betas: tuple[float, float], eps: float) -> None:
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        parameters: Iterable[tuple[str, nn.Parameter]],
+        *,
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+    ) -> None:
         super().__init__(groups, lr=lr, betas=betas, eps=eps, fused=True)
-        self._local: Callable[[Tensor], Tensor] = lambda tensor: tensor
-        self._group = ALONE
-        self.hold([parameter for group in groups for parameter in group["params"]])
+        named = list(parameters)
+        self.numbers = {name: number for number, (name, _) in enumerate(named)}
+        self.shapes = [whole_shape(parameter) for _, parameter in named]
+        self.hold([parameter for _, parameter in named])
 
-    def hold(self, tensors: Sequence[Tensor]) -> None:
-        """Set the tensors to update: each is a parameter, whole or sharded (`shard`)."""
-        self._count = len(tensors)
-        self._places = {id(tensor): [(number, slice(None))] for number, tensor in enumerate(tensors)}
+    def hold(self, tensors: Sequence[Tensor], group: Group = ALONE) -> None:
+        """Set the tensors to update: the whole parameters, which all ranks of the group have."""
+        self.shard(tensors, lambda tensor: tensor, lambda _: 0, group)
 
-    def shard(self, local: Callable[[Tensor], Tensor], group: Group) -> None:
-        """Declare the tensors as sharded over `group`; `local` returns this rank's part of a tensor."""
-        self._local, self._group = local, group
+    def shard(
+        self,
+        tensors: Sequence[Tensor],
+        local: Callable[[Tensor], Tensor],
+        first_element: Callable[[Tensor], int],
+        group: Group,
+    ) -> None:
+        """Set the tensors to update: the parameters, of which this rank has `local`, a range of the flattened parameter
+        from `first_element` on."""
+        self.local, self.group = local, group
+        self.extents = {
+            id(tensor): [Extent(number, first_element(tensor), slice(0, local(tensor).numel()))]
+            for number, tensor in enumerate(tensors)
+        }
 
-    def hold_flat(self, tensors: Sequence[Tensor], pieces: Iterable[Piece], names: Sequence[str], group: Group) -> None:
+    def hold_flat(self, tensors: Sequence[Tensor], pieces: Iterable[Piece], group: Group) -> None:
         """Set flat tensors to update; the weights of each piece are a range of one of them.
 
         Args:
             tensors: 1-dimensional.
             pieces: pieces of this rank.
-            names: names of all parameters, the same on all ranks.
             group: ranks that shard the parameters.
         """
-        numbers = {name: number for number, name in enumerate(names)}
-        self._count, self._group = len(names), group
-        self._places = {id(tensor): [] for tensor in tensors}
+        self.group = group
+        self.extents = {id(tensor): [] for tensor in tensors}
         for piece in pieces:
-            weight = piece.tensors["weight"]
+            weight, region = piece.tensors["weight"], cast(FlatRange, piece.region)
             for tensor in tensors:
                 start = (weight.data_ptr() - tensor.data_ptr()) // tensor.element_size()
-                if 0 <= start < tensor.numel():
-                    self._places[id(tensor)].append((numbers[piece.name], slice(start, start + weight.numel())))
+                if 0 <= start < tensor.numel() and weight.numel():
+                    position = slice(start, start + weight.numel())
+                    self.extents[id(tensor)].append(Extent(self.numbers[piece.name], region.start, position))
+
+
+class Lamb(MatrixOptimizer):
+    """LAMB (You et al. 2020, Algorithm 2, phi the identity): w - lr |w| / |u| u, with u = m_hat / (sqrt(v_hat) + eps) +
+    decay w. The ratio is 1 if a norm is 0, and for vectors, as in NVIDIA's and timm's code.
+
+    AdamW's fused kernel updates the moments at learning rate 0, which keeps the weights; it reads `found_inf`. One sum
+    over the ranks in float64 gives all norms. u needs the memory of this rank's weights. Nothing waits for the device.
+    """
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -155,13 +224,13 @@ class Lamb(torch.optim.AdamW):
             held = [tensor for tensor in group["params"] if tensor.grad is not None]
             if not held:
                 continue
-            weights = [self._local(tensor).view(-1) for tensor in held]
+            weights = [self.local(tensor).view(-1) for tensor in held]
             directions = self._directions(held, weights, group)
             moves.append((weights, directions, -group["lr"]))
             for tensor, weight, direction in zip(held, weights, directions, strict=True):
-                for number, position in self._places[id(tensor)] if group["matrices"] else ():
-                    numbers.append(number)
-                    matrices.append((weight[position], direction[position]))
+                for extent in self.extents[id(tensor)] if group["matrices"] else ():
+                    numbers.append(extent.number)
+                    matrices.append((weight[extent.position], direction[extent.position]))
         if moves:
             ratios = self._ratios(numbers, matrices, moves[0][0][0].device)
             for (_, direction), ratio in zip(matrices, ratios, strict=True):
@@ -173,7 +242,7 @@ class Lamb(torch.optim.AdamW):
     def _directions(self, held: list[Tensor], weights: list[Tensor], group: dict[str, Any]) -> list[Tensor]:
         (beta1, beta2), states = group["betas"], [self.state[tensor] for tensor in held]
         steps = torch.stack([state["step"] for state in states]).max().double().clamp(min=1)  # 0 before the first step
-        means, squares = ([self._local(s[name]).view(-1) for s in states] for name in ("exp_avg", "exp_avg_sq"))
+        means, squares = ([self.local(s[name]).view(-1) for s in states] for name in ("exp_avg", "exp_avg_sq"))
         roots = torch._foreach_sqrt(squares)
         torch._foreach_div_(roots, (1 - beta2**steps).sqrt())
         torch._foreach_add_(roots, group["eps"])
@@ -191,22 +260,20 @@ class Lamb(torch.optim.AdamW):
         rows = []
         for parts in zip(*matrices, strict=True):
             norms = dict(zip(numbers, torch._foreach_norm(list(parts), 2, wide), strict=True))
-            rows.append(torch.stack([norms.get(number, zero) for number in range(self._count)]))
-        squares = torch.stack(rows).double().square() if rows else zero.double().expand(2, self._count)
-        weight, direction = self._group.sum(squares).sqrt()  # [parameters]
+            rows.append(torch.stack([norms.get(number, zero) for number in range(len(self.shapes))]))
+        squares = torch.stack(rows).double().square() if rows else zero.double().expand(2, len(self.shapes))
+        weight, direction = self.group.sum(squares).sqrt()  # [parameters]
         ratios = torch.where((weight > 0) & (direction > 0), weight / direction, 1.0).unbind()
         return [ratios[number] for number in numbers]
 
 
-def empty_adamw_state(
-    parameter: torch.Tensor, zeros_like: Callable[[Tensor], Tensor] = torch.zeros_like
-) -> dict[str, torch.Tensor]:
-    """Return the initial state of fused AdamW."""
-    return {
-        "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-        "exp_avg": zeros_like(parameter),
-        "exp_avg_sq": zeros_like(parameter),
-    }
+def empty_state(
+    optimizer: torch.optim.Optimizer, parameter: Tensor, zeros_like: Callable[[Tensor], Tensor] = torch.zeros_like
+) -> dict[str, Tensor]:
+    """Return the initial state of a tensor that fused AdamW, LAMB or Muon updates."""
+    moments = getattr(optimizer, "moments", lambda _: STATE_NAMES)(parameter)
+    step = torch.zeros((), dtype=torch.float32, device=parameter.device)
+    return {"step": step, **{name: zeros_like(parameter) for name in moments}}
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:

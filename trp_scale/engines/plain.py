@@ -17,7 +17,7 @@ from trp_scale.core.run import Objective
 from trp_scale.distributed.groups import ALONE, Group
 from trp_scale.engines.captured import Captured
 from trp_scale.engines.compiled import checkpoint_blocks, compile_model
-from trp_scale.engines.optimizer import adamw_response, build_optimizer, empty_adamw_state, set_learning_rate
+from trp_scale.engines.optimizer import adamw_response, build_optimizer, empty_state, set_learning_rate
 from trp_scale.engines.shards import ShardOperations, sum_of_squares
 from trp_scale.models.initialise import fill_module
 
@@ -130,7 +130,7 @@ class PlainEngine(ShardOperations):
         return Masters(module) if self.rounds_weights else None
 
     def build_optimizer(self, module: nn.Module) -> torch.optim.Optimizer:
-        return build_optimizer(module, self.config.optimizer, self.named_parameters())
+        return build_optimizer(module, self.config.optimizer, self.named_parameters(), self.config.training.precision)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.publish_restored()
@@ -271,7 +271,7 @@ class PlainEngine(ShardOperations):
         if isinstance(self.optimizer, torch.optim.AdamW):
             for _, parameter in self.named_parameters():
                 if not self.optimizer.state[parameter]:  # FSDP2 may have created it on a disk
-                    self.optimizer.state[parameter] = empty_adamw_state(parameter)
+                    self.optimizer.state[parameter] = empty_state(self.optimizer, parameter)
 
     def after_load(self, optimizer_steps: int) -> None:
         self.publish_weights()

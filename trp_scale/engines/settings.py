@@ -69,6 +69,8 @@ class MegatronRules(EngineRules):
         training = config.training
         if not isinstance(config, PretrainConfig):
             yield "it does not fine-tune; allowed: --engine ddp or fsdp"
+        if config.optimizer.kind == "muon":
+            yield "--optimizer.kind is muon, which needs whole matrices; allowed: adamw, lamb, sgd"
         if others := [name for name in config.hooks if name != "weight_average"]:
             yield f"--hooks is {' '.join(others)}, not tested with split matrices; allowed: weight_average, or none"
         if training.compile not in ("none", "auto"):

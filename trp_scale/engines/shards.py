@@ -42,6 +42,15 @@ def sum_of_squares(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
     return torch.stack(norms).double().square().sum().to(device)
 
 
+def assign_to_least_loaded(sizes: Sequence[int], places: int) -> list[int]:
+    """Assign each size in turn to the place with the smallest sum."""
+    held, owners = [0] * places, []
+    for size in sizes:
+        owners.append(owner := held.index(min(held)))
+        held[owner] += size
+    return owners
+
+
 class MicroBatchSquares:
     """Sum of the squared norms of the micro-batches' gradients, computed during the backward passes.
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from trp_scale.core.pieces import STATE_NAMES, FlatRange, Piece, owned_ranges, shares
 from trp_scale.distributed.groups import Group
-from trp_scale.engines.optimizer import Lamb, empty_adamw_state
+from trp_scale.engines.optimizer import MatrixOptimizer, empty_state
 
 
 class ZeroLayout(ABC):
@@ -81,13 +81,12 @@ class ZeroLayout(ABC):
         """Create the moments as AdamW does at its first step."""
         if not isinstance(self.torch_optimizer, torch.optim.SGD):
             for weights in self.flat_weights():
-                self.torch_optimizer.state[weights] = empty_adamw_state(weights.detach())
+                self.torch_optimizer.state[weights] = empty_state(self.torch_optimizer, weights)
             self.set_steps(0)
 
-    def spread(self, lamb: Lamb, group: Group) -> None:
-        """Give LAMB, which needs norms of whole parameters, the sharding over `group`."""
-        names = [name for name, _ in self.module.named_parameters()]
-        lamb.hold_flat(self.flat_weights(), self.pieces(), names, group)
+    def spread(self, optimizer: MatrixOptimizer, group: Group) -> None:
+        """Give an optimizer that needs whole matrices the sharding over `group`."""
+        optimizer.hold_flat(self.flat_weights(), self.pieces(), group)
 
     def set_steps(self, steps: int) -> None:
         """Set the step count of the bias correction."""
@@ -113,8 +112,8 @@ class WholeLayout(ZeroLayout):
     def flat_weights(self) -> list[Tensor]:
         return [self.master(parameter) for parameter in self.module.parameters()]
 
-    def spread(self, lamb: Lamb, group: Group) -> None:
-        lamb.hold(self.flat_weights())
+    def spread(self, optimizer: MatrixOptimizer, group: Group) -> None:
+        optimizer.hold(self.flat_weights(), group)
 
     def pieces(self) -> Iterator[Piece]:
         for name, parameter in self.module.named_parameters():

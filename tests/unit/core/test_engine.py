@@ -141,7 +141,7 @@ def test_a_skip_leaves_weights_and_moments_and_drops_the_gradient() -> None:
     assert_same_state(state_of(skipping), state_of(other))
 
 
-@pytest.mark.parametrize("kind", ["adamw", "lamb", "sgd"])
+@pytest.mark.parametrize("kind", ["adamw", "lamb", "muon", "sgd"])
 def test_an_engine_that_decides_on_the_host_does_not_ask_the_device_again(kind: str) -> None:
     """Weights that are offloaded lie on another device than the answer."""
     engine = engine_of(kind=kind)
@@ -153,7 +153,7 @@ def test_an_engine_that_decides_on_the_host_does_not_ask_the_device_again(kind: 
     assert all(not torch.equal(weight, before[name]) for name, weight in weights_of(engine).items())
 
 
-@pytest.mark.parametrize("kind", ["adamw", "lamb", "sgd"])
+@pytest.mark.parametrize("kind", ["adamw", "lamb", "muon", "sgd"])
 @pytest.mark.parametrize("first", [True, False])
 def test_a_step_that_the_device_leaves_out_is_a_skip(kind: str, first: bool) -> None:
     """Also as the very first step, which makes the moments; and the count of steps goes on from a checkpoint's."""

@@ -27,6 +27,10 @@ class Small(nn.Module):
             for parameter in self.parameters():
                 parameter.copy_(torch.randn(parameter.shape, generator=generator))
 
+    @property
+    def layers(self) -> list[nn.Module]:
+        return [self.dense]
+
     def forward(self, inputs: Tensor) -> Tensor:
         return self.LayerNorm(self.dense(inputs))  # type: ignore[no-any-return]
 

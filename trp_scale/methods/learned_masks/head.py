@@ -23,7 +23,7 @@ from trp_scale.core.engine import Engine
 from trp_scale.core.pieces import STATE_NAMES, Shards
 from trp_scale.core.run import PatchObjective, reseed, tensor_seed
 from trp_scale.distributed.groups import Group
-from trp_scale.engines.optimizer import decay_groups, empty_adamw_state, set_learning_rate
+from trp_scale.engines.optimizer import decay_groups, empty_state, set_learning_rate
 from trp_scale.methods.learned_masks.settings import LabelledSettings
 from trp_scale.models.initialise import initial_tensor
 
@@ -84,7 +84,7 @@ class Head:
         groups = decay_groups(self._names(), self.settings.head_weight_decay)
         self.optimizer = torch.optim.AdamW(groups, lr=self.settings.head_lr, betas=self.betas, eps=self.eps)
         for _, parameter in self._names():
-            state = empty_adamw_state(parameter.detach())
+            state = empty_state(self.optimizer, parameter.detach())
             self.optimizer.state[parameter] = {**state, "step": state["step"].cpu()}
 
     def _names(self) -> list[tuple[str, nn.Parameter]]:

@@ -98,10 +98,10 @@ class LearnedMasksSettings(MultilevelSettings):
                 f"--training.precision is fp16 but --multilevel.kind is {self.kind}: half-precision weights round the "
                 "finite difference away; allowed: bf16, fp32"
             )
-        if config.optimizer.kind == "lamb":
+        if config.optimizer.kind in ("lamb", "muon"):
             yield (
-                f"--optimizer.kind is lamb but --multilevel.kind is {self.kind}, which can differentiate only steps of "
-                "AdamW and of gradient descent; allowed: adamw, sgd"
+                f"--optimizer.kind is {config.optimizer.kind} but --multilevel.kind is {self.kind}, which can "
+                "differentiate only steps of AdamW and of gradient descent; allowed: adamw, sgd"
             )
         if self.final_ratio:
             yield from self._final_ratio(config)
