@@ -34,6 +34,7 @@ from trp_scale.checkpoint.format import (
     check_same_tensors,
     join_pieces,
     open_pieces,
+    own_names,
     without_values,
     write_pieces,
 )
@@ -41,7 +42,7 @@ from trp_scale.checkpoint.run_directory import (
     incompleteness,
 )
 from trp_scale.core.engine import Stores
-from trp_scale.core.pieces import Piece, Shards
+from trp_scale.core.pieces import STATE_NAMES, Piece, Shards
 from trp_scale.distributed.groups import Group, on_rank_zero, run_on_all_ranks
 from trp_scale.errors import CheckpointError
 
@@ -209,10 +210,26 @@ def finish(
         raise CheckpointError(problem)
 
 
-def load(path: Path, *, engine: Stores, group: Group, checked: bool = False) -> CheckpointDocument:
+def _without_hooks(document: CheckpointDocument) -> CheckpointDocument:
+    """Return the document with the main engine's weights and moments alone."""
+    tensors = {}
+    for name in own_names(document):
+        states = document.tensors[name].states
+        kept = {state: states[state] for state in ("weight", *STATE_NAMES) if state in states}
+        tensors[name] = replace(document.tensors[name], states=kept)
+    state = {key: value for key, value in document.engine_state.items() if "." not in key}
+    return replace(document, tensors=tensors, engine_state=state)
+
+
+def load(
+    path: Path, *, engine: Stores, group: Group, checked: bool = False, main_only: bool = False
+) -> CheckpointDocument:
     """Load a checkpoint of any engine and number of ranks into `engine`. Collective.
 
     Every file is first verified by its checksums, each on one rank, unless it was `checked` just now.
+
+    Args:
+        main_only: load weights and moments of the main engine, and leave out the state of the hooks, for a new run.
 
     Returns:
         the document, with the tensors of the hooks' state.
@@ -221,8 +238,10 @@ def load(path: Path, *, engine: Stores, group: Group, checked: bool = False) -> 
         CheckpointError: on every rank: the checkpoint is incomplete, damaged, or does not fit the model.
     """
     document = on_rank_zero(group, f"reading {path}", lambda: read_document(path))
-    check_same_engines(path, document.engine_state, engine.extra_state())  # the same on every rank
     stored = open_pieces(path, document, group, checked=checked)
+    if main_only:
+        document = _without_hooks(document)
+    check_same_engines(path, document.engine_state, engine.extra_state())  # the same on every rank
     # This runs the engine's own collectives, so an error of one rank cannot be reported to the others.
     engine.create_optimizer_state()
 

@@ -265,14 +265,17 @@ class OptimizerConfig(Section):
     MAE and AdPE decays class and mask tokens.)"""
     warmup_steps: int = setting(10_000, at_least=0)
     """Steps of linear warm-up."""
-    schedule: Literal["linear", "cosine", "constant", "inverse_sqrt"] = "linear"
-    """Schedule after warm-up. linear and cosine decay to min_lr. constant and inverse_sqrt (Vaswani et al. 2017, eq. 3)
-    do not depend on the last step, so a run can be extended."""
+    schedule: Literal["linear", "cosine", "wsd", "constant", "inverse_sqrt"] = "linear"
+    """Schedule after warm-up. linear and cosine decay to min_lr; wsd is constant and decays in the last decay_steps, by
+    1 - the square root of their share (Haegele et al. 2024; ModernBERT). constant and inverse_sqrt (Vaswani et al.
+    2017, eq. 3) do not depend on the last step, so a run can be extended; --from starts a decay phase."""
+    decay_steps: int = setting(0, at_least=0)
+    """wsd: steps of the decay."""
     min_lr: float = setting(0.0, at_least=0)
     """Learning rate at the end of the decay; for inverse_sqrt the minimum."""
     decay_end: Literal["after_last_step", "last_step"] = "after_last_step"
-    """Step at which linear and cosine reach min_lr. after_last_step: one step after the run, as in transformers and
-    MAE, so that the last step still learns. last_step: the last step, as in runs without this setting."""
+    """Step at which linear, cosine and wsd reach min_lr. after_last_step: one step after the run, as in transformers
+    and MAE, so that the last step still learns. last_step: the last step, as in runs without this setting."""
     clipping: float = setting(0.0, at_least=0)
     """Maximum gradient norm; 0 = no clipping."""
     layer_decay: float = setting(1.0, above=0, at_most=1)
@@ -283,6 +286,9 @@ class OptimizerConfig(Section):
     def problems(self, config: Any) -> Iterator[str]:
         if self.min_lr > self.lr > 0:
             yield f"--optimizer.min_lr is {self.min_lr}, allowed: at most --optimizer.lr {self.lr}"
+        left = config.training.steps - self.warmup_steps
+        if self.schedule == "wsd" and not 0 < self.decay_steps <= left:
+            yield f"--optimizer.decay_steps is {self.decay_steps}; allowed: 1 to {left}, the steps after warm-up"
 
     def cautions(self, config: Any, steps_per_epoch: int) -> Iterator[str]:
         if self.warmup_steps >= config.training.steps and self.schedule not in WITHOUT_END:

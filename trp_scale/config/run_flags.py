@@ -12,7 +12,7 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 
 import tyro
 
-from trp_scale.config import Config, PretrainConfig, RefusedError
+from trp_scale.config import AVERAGE, Config, PretrainConfig, RefusedError
 from trp_scale.config.checks import check, distributed_engines, engine_rules
 from trp_scale.config.finetuning import FinetuneConfig
 from trp_scale.config.flags import Modules, asks_for_help, first_words, flag_words, read
@@ -58,6 +58,9 @@ class Arguments:
     resume: Annotated[str, tyro.conf.arg(metavar="auto|never|PATH")] = "auto"
     """auto: resume from the newest complete checkpoint of the run directory, or start at step 0 if there is none.
     never: start at step 0 in an empty directory. PATH: resume from this checkpoint or run directory."""
+    from_: Annotated[str, tyro.conf.arg(name="from", metavar="PATH")] = ""
+    """Start a new run with the weights and moments of a checkpoint or run directory, at step 0 of its own data and
+    schedule. --model.weights starts from weights alone."""
     dry_run: bool = False
     """Print the planned layout on the ranks and the predicted duration, and exit; nothing is allocated or written."""
     print_config: bool = False
@@ -96,9 +99,24 @@ def parse(argv: Sequence[str]) -> Arguments:
         SystemExit: 2 for an unknown or wrong flag (prints the nearest), 0 after `--help`.
     """
     arguments = parse_run(argv, Arguments, PretrainConfig, prog="trp-scale pretrain")
+    _take_weights(arguments)
     read_mixture_file(arguments.config)
     check(arguments.config)
     return arguments
+
+
+def _take_weights(arguments: Arguments) -> None:
+    """Set `model.weights` to the path of --from, which a run records and reads as initial weights."""
+    path, model = arguments.from_, arguments.config.model
+    if not path:
+        return
+    if model.weights not in ("", path):
+        raise RefusedError(f"--model.weights is {model.weights} and --from {path}; leave one out")
+    if path.endswith(AVERAGE) or not Path(path).is_dir():
+        raise RefusedError(
+            f"--from {path}: allowed: a checkpoint or a run directory; its moments belong to its last weights"
+        )
+    model.weights = path
 
 
 def read_mixture_file(config: Config) -> None:
@@ -160,6 +178,7 @@ def make_arguments(arguments: Arguments, hooks: Sequence[str] | None, settings: 
         document[name] = {**document.get(name, {}), **value} if isinstance(value, Mapping) else value
     arguments.config = from_dict(document, source="trp_scale.pretrain")
     _check_flags(arguments)
+    _take_weights(arguments)
     read_mixture_file(arguments.config)
     check(arguments.config)
     return arguments

@@ -203,12 +203,12 @@ class DdpEngine(PlainEngine):
             self.reduction = self.build_reduction(module, dtype)
         optimizer = super().build_optimizer(module)
         if isinstance(optimizer, MatrixOptimizer):
-            optimizer.hold([own for _, own in self.named_parameters()], self.data_group)
+            optimizer.hold([parameter for _, parameter in self.named_parameters()], self.data_group)
         return optimizer
 
     def build_reduction(self, module: nn.Module, dtype: torch.dtype | None) -> GradientReduction:
         """Return the reduction of gradients, sent as `dtype`, over the data ranks."""
-        owned = (own for _, own in self.named_parameters())
+        owned = (parameter for _, parameter in self.named_parameters())
         members = [
             ReducedParameter(*pair) for pair in zip(module.parameters(), owned, strict=True) if pair[0].requires_grad
         ]

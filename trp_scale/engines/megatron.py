@@ -355,7 +355,7 @@ class MegatronEngine(DdpEngine):
         if isinstance(optimizer, MatrixOptimizer):
             # Replicated parameters are counted on each rank; this cancels in LAMB's ratio of two norms.
             optimizer.hold(
-                [own for _, own in self.named_parameters()],
+                [parameter for _, parameter in self.named_parameters()],
                 self.world if self.shards_moments else self.tensor_group,
             )
         return optimizer

@@ -560,8 +560,8 @@ def learning_rate(step: int, steps: int, config: OptimizerConfig) -> float:
     """Return the learning rate of step `step` (from 0) of `steps`.
 
     Linear warm-up over `warmup_steps`, from lr / warmup_steps at the first step to lr at its last. Then linear or
-    cosine decay to `min_lr`, inverse square root decay, or none. The decay is that of transformers, (steps - step) /
-    (steps - warmup_steps), or ends one step earlier (`decay_end`).
+    cosine decay to `min_lr`, constant with a decay in the last `decay_steps` (wsd), inverse square root decay, or none.
+    The decay is that of transformers, (steps - step) / (steps - warmup_steps), or ends one step earlier (`decay_end`).
     """
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
@@ -569,7 +569,10 @@ def learning_rate(step: int, steps: int, config: OptimizerConfig) -> float:
         return max(config.min_lr, config.lr * math.sqrt(max(1, config.warmup_steps) / (step + 1)))
     if config.schedule == "constant":
         return config.lr
-    decay_steps = steps - config.warmup_steps - (config.decay_end == "last_step")
-    done = min(1.0, (step - config.warmup_steps) / decay_steps) if decay_steps > 0 else 1.0
-    factor = 1.0 - done if config.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+    begin = steps - config.decay_steps if config.schedule == "wsd" else config.warmup_steps
+    decay_steps = steps - begin - (config.decay_end == "last_step")
+    done = min(1.0, max(0, step - begin) / decay_steps) if decay_steps > 0 else float(step >= begin)
+    factor = {"linear": 1.0 - done, "wsd": 1.0 - math.sqrt(done)}.get(
+        config.schedule, 0.5 * (1.0 + math.cos(math.pi * done))
+    )
     return config.min_lr + (config.lr - config.min_lr) * factor

@@ -15,6 +15,7 @@ import torch
 
 from trp_scale.checkpoint import manager
 from trp_scale.checkpoint.document import CheckpointDocument, read_document
+from trp_scale.checkpoint.export import find_checkpoint
 from trp_scale.checkpoint.manager import Content, EngineGroup
 from trp_scale.checkpoint.run_directory import adopt_unrecorded, check_settings, checkpoints, select, take_back
 from trp_scale.checkpoint.writer import CheckpointWriter
@@ -229,6 +230,11 @@ class Run:
         self.state = TrainingState()
         if checkpoint is not None:
             self.resume(checkpoint)
+        elif self.arguments.from_:
+            source = Path(self.arguments.from_)
+            path = on_rank_zero(self.world, f"reading {source}", lambda: find_checkpoint(source))
+            manager.load(path, engine=self.engine, group=self.world, main_only=True)
+            self.notices.append(f"weights and moments of {path}")
         if self.rollback is not None:
             self.sources.seek(self.rollback.cursors)
         step = self.state.step

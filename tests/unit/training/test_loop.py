@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from transformers import get_cosine_schedule_with_warmup as cosine_with_warmup
 from transformers import get_linear_schedule_with_warmup as linear_with_warmup
+from transformers import get_wsd_schedule as wsd_with_warmup
 
 from tests.runs import flags, pretrain_here
 from tests.synthetic import Layout, RecordingTrainer, SilentObserver, small_config, trainer_for
@@ -204,7 +205,7 @@ def rates(steps: int, **settings: Any) -> list[float]:
     return [learning_rate(step, steps, config) for step in range(steps)]
 
 
-@pytest.mark.parametrize("schedule", ["linear", "cosine", "constant", "inverse_sqrt"])
+@pytest.mark.parametrize("schedule", ["linear", "cosine", "wsd", "constant", "inverse_sqrt"])
 def test_warm_up_rises_in_equal_parts_from_its_first_step_to_the_full_rate(schedule: str) -> None:
     found = rates(100, schedule=schedule)
     assert found[0] == pytest.approx(PEAK / 10, rel=1e-12)
@@ -225,6 +226,21 @@ def test_decay_equals_transformers_schedule(schedule: str, theirs: Any, warmup: 
     assert rates(100, schedule=schedule, warmup_steps=warmup, min_lr=0.0)[warmup:] == pytest.approx(
         expected[warmup:], rel=1e-9
     )
+
+
+@pytest.mark.parametrize(("warmup", "decay"), [(0, 100), (10, 30), (10, 90), (98, 1)])
+def test_wsd_equals_transformers_schedule(warmup: int, decay: int) -> None:
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=PEAK)
+    scheduler = wsd_with_warmup(
+        optimizer, num_warmup_steps=warmup, num_decay_steps=decay, num_training_steps=100, decay_type="1-sqrt"
+    )
+    expected = []
+    for _ in range(100):
+        expected.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    ours = rates(100, schedule="wsd", warmup_steps=warmup, decay_steps=decay, min_lr=0.0)
+    assert ours[warmup:] == pytest.approx(expected[warmup:], rel=1e-9)
 
 
 @pytest.mark.parametrize("schedule", ["linear", "cosine"])
@@ -249,7 +265,7 @@ def test_the_root_of_the_step_is_what_it_falls_with_whatever_the_length() -> Non
     assert rates(1000, schedule="inverse_sqrt", min_lr=PEAK / 5)[-1] == PEAK / 5
 
 
-@pytest.mark.parametrize("schedule", ["linear", "cosine", "constant", "inverse_sqrt"])
+@pytest.mark.parametrize("schedule", ["linear", "cosine", "wsd", "constant", "inverse_sqrt"])
 @pytest.mark.parametrize(("steps", "warmup"), [(5, 5), (5, 8), (1, 1), (1, 1000)])
 def test_a_warm_up_as_long_as_the_run_never_decays(schedule: str, steps: int, warmup: int) -> None:
     expected = [PEAK * (step + 1) / warmup for step in range(steps)]

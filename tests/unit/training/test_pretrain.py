@@ -120,6 +120,40 @@ def test_a_run_with_learned_masks_goes_on_from_a_plain_one_and_back(image_datase
     assert "score.weight" in read_full_state(find_checkpoint(runs["masks"]), engine="masking_network")
 
 
+STILL = {"optimizer__lr": 1e-20, "optimizer__beta1": 1 - 1e-10, "optimizer__beta2": 1 - 1e-10}
+
+
+def test_a_new_run_takes_weights_and_moments_and_counts_its_own_steps(text_dataset: Path, tmp_path: Path) -> None:
+    """With still moments a step leaves them as they came; the first run has a hook with vectors, the second none."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    pretrain_here(flags(text_dataset, first, training__steps=3, hooks="weight_average"))
+    wsd = {"optimizer__schedule": "wsd", "optimizer__decay_steps": 2, "optimizer__warmup_steps": 0}
+    pretrain_here(flags(text_dataset, second, training__steps=2, **STILL, **wsd, **{"from": first}))
+    document = read_document(find_checkpoint(second))
+    assert (document.step, document.optimizer_steps, document.cursors["train"]) == (2, 5, 16)
+    for state in ("weight", "exp_avg", "exp_avg_sq"):
+        before = read_full_state(find_checkpoint(first), state)
+        for name, tensor in read_full_state(find_checkpoint(second), state).items():
+            torch.testing.assert_close(tensor, before[name], rtol=1e-6, atol=1e-9)
+    assert [line["lr"] for line in lines(second)] == pytest.approx([1e-20, 1e-20 * (1 - 0.5**0.5)])
+    pretrain_here(flags(text_dataset, second, training__steps=3, **STILL, **wsd, **{"from": first}))  # resumes
+    assert read_document(find_checkpoint(second)).optimizer_steps == 6
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"from": "none"}, ["--from none"]),
+        ({"from": ".", "model.weights": "other"}, ["--from .", "--model.weights is other"]),
+        ({"from": ".@average"}, ["--from .@average"]),
+    ],
+)
+def test_a_start_without_moments_is_refused(tmp_path: Path, changes: dict[str, str], words: list[str]) -> None:
+    with pytest.raises(RefusedError) as refused:
+        parse(flags(tmp_path, tmp_path / "run", **changes))
+    assert all(word in str(refused.value) for word in words)
+
+
 def test_a_checkpoint_s_weights_are_read_one_by_one_when_a_rank_fills_its_pieces(
     image_dataset: Path, tmp_path: Path
 ) -> None:
