@@ -58,7 +58,7 @@ class Arguments:
     resume: Annotated[str, tyro.conf.arg(metavar="auto|never|PATH")] = "auto"
     """auto: resume from the newest complete checkpoint of the run directory, or start at step 0 if there is none.
     never: start at step 0 in an empty directory. PATH: resume from this checkpoint or run directory."""
-    from_: Annotated[str, tyro.conf.arg(name="from", metavar="PATH")] = ""
+    start_from: Annotated[str, tyro.conf.arg(name="from", metavar="PATH")] = ""
     """Start a new run with the weights and moments of a checkpoint or run directory, at step 0 of its own data and
     schedule. --model.weights starts from weights alone."""
     dry_run: bool = False
@@ -107,15 +107,13 @@ def parse(argv: Sequence[str]) -> Arguments:
 
 def _take_weights(arguments: Arguments) -> None:
     """Set `model.weights` to the path of --from, which a run records and reads as initial weights."""
-    path, model = arguments.from_, arguments.config.model
+    path, model = arguments.start_from, arguments.config.model
     if not path:
         return
     if model.weights not in ("", path):
         raise RefusedError(f"--model.weights is {model.weights} and --from {path}; leave one out")
-    if path.endswith(AVERAGE) or not Path(path).is_dir():
-        raise RefusedError(
-            f"--from {path}: allowed: a checkpoint or a run directory; its moments belong to its last weights"
-        )
+    if path.endswith(AVERAGE):
+        raise RefusedError(f"--from {path}: allowed: {path.removesuffix(AVERAGE)}; the moments are of the last weights")
     model.weights = path
 
 

@@ -27,6 +27,7 @@ class FinetuneArguments(Arguments):
 
     config: Annotated[FinetuneConfig, tyro.conf.arg(name="")] = field(default_factory=FinetuneConfig)
     """Settings of the recipe, overridden by flags."""
+    start_from: Annotated[str, tyro.conf.Suppress] = ""
     from_: Annotated[str, tyro.conf.arg(name="from", metavar="RUN|DIR|scratch")] = ""
     """Encoder: a run directory of trp-scale pretrain, an export, or a model directory of transformers (BERT, ViTMAE)
     or timm (ViT). A run's newest checkpoint is used; if the run is still training, name a checkpoint to make the

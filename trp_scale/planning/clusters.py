@@ -183,7 +183,7 @@ class PlanArguments(Arguments):
     """Images with segmentation maps: number of classes (133 in COCO's panoptic maps, as in MultiMAE)."""
     run_dir: Annotated[Path | None, tyro.conf.Suppress] = None
     resume: Annotated[str, tyro.conf.Suppress] = "auto"
-    from_: Annotated[str, tyro.conf.Suppress] = ""
+    start_from: Annotated[str, tyro.conf.Suppress] = ""
     dry_run: Annotated[bool, tyro.conf.Suppress] = True
     print_config: Annotated[bool, tyro.conf.Suppress] = False
     local_rank: Annotated[int, tyro.conf.Suppress] = -1

@@ -107,10 +107,12 @@ class Run:
         build: builds the upstream; it may complete the settings from the data.
         rollback: resume the newest checkpoint with the rows after its cursors; None: resume by the arguments.
     Attributes:
+        origin: checkpoint of --from, for a run that starts now.
         ended: why the loop ended; empty until then.
         diverged: why a run that made all its steps diverged; empty otherwise.
     """
 
+    origin: Path | None = None
     ended = diverged = ""
 
     def __init__(
@@ -144,10 +146,21 @@ class Run:
         self.notices += selection.notices
         path = selection.path
         if path is None:
+            self.origin = self._find_origin()  # before anything is built
             return None, None
         stored = on_rank_zero(self.world, f"reading {path}", lambda: read_document(path))
         adopt_unrecorded(self.config, stored.config)
         return path, stored
+
+    def _find_origin(self) -> Path | None:
+        """Return the checkpoint of --from, if it is given."""
+        source = self.arguments.start_from
+        if not source:
+            return None
+        try:
+            return on_rank_zero(self.world, f"reading {source}", lambda: find_checkpoint(Path(source)))
+        except RefusedError as error:
+            raise RefusedError(f"--from {error}") from error
 
     def _choose_automatic_settings(
         self,
@@ -230,11 +243,9 @@ class Run:
         self.state = TrainingState()
         if checkpoint is not None:
             self.resume(checkpoint)
-        elif self.arguments.from_:
-            source = Path(self.arguments.from_)
-            path = on_rank_zero(self.world, f"reading {source}", lambda: find_checkpoint(source))
-            manager.load(path, engine=self.engine, group=self.world, main_only=True)
-            self.notices.append(f"weights and moments of {path}")
+        elif self.origin is not None:
+            manager.load(self.origin, engine=self.engine, group=self.world, main_only=True)
+            self.notices.append(f"weights and moments of {self.origin}")
         if self.rollback is not None:
             self.sources.seek(self.rollback.cursors)
         step = self.state.step

@@ -148,9 +148,11 @@ def test_a_new_run_takes_weights_and_moments_and_counts_its_own_steps(text_datas
         ({"from": ".@average"}, ["--from .@average"]),
     ],
 )
-def test_a_start_without_moments_is_refused(tmp_path: Path, changes: dict[str, str], words: list[str]) -> None:
+def test_a_start_without_moments_is_refused(
+    text_dataset: Path, tmp_path: Path, changes: dict[str, str], words: list[str]
+) -> None:
     with pytest.raises(RefusedError) as refused:
-        parse(flags(tmp_path, tmp_path / "run", **changes))
+        pretrain_here(flags(text_dataset, tmp_path / "run", **changes))
     assert all(word in str(refused.value) for word in words)
 
 
