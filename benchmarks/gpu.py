@@ -17,7 +17,14 @@ side by side, timings run alone:
         python benchmarks/gpu.py --sections ranks --named $each --nccl libnccl.so.2 --output "$each.json" &
     done; wait
 
-Make the data of `ranks` beforehand if the machine with the GPU lacks NLTK: run one of its items with --small.
+Make the data of `ranks` beforehand if the machine with the GPU lacks NLTK: run one of its items with --small. `curves`
+trains whole runs of about four minutes an item, on data in --data that it does not make (it prints the commands):
+
+    trp-scale shard-text --inputs books/train.jsonl --length 128 --output build/gpu_data/books
+    trp-scale shard-images --inputs cifar10/train-*.tar --output build/gpu_data/cifar10
+    python benchmarks/gpu.py --sections curves --seconds 500 --output curves.json
+    python benchmarks/pictures.py --curves curves.json
+
 Figures of 2026-11-26 and 2026-11-27 are in docs/experiments.md.
 """
 
@@ -41,6 +48,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read once; checks
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.gpu_captured import captured_steps
+from benchmarks.gpu_curves import curves
 from benchmarks.gpu_images import images, modalities
 from benchmarks.gpu_parity import parity, waits
 from benchmarks.gpu_ranks import ranks
@@ -48,7 +56,7 @@ from benchmarks.gpu_setting import Item, Outcome, Setting, each
 from trp_scale.distributed.environment import Environment
 from trp_scale.storage.files import write_json
 
-Section = Literal["captured", "ranks", "parity", "waits", "images", "modalities"]
+Section = Literal["captured", "ranks", "parity", "waits", "images", "modalities", "curves"]
 SECTIONS: dict[Section, Callable[[Setting], Iterator[Item]]] = {
     "captured": captured_steps,
     "ranks": ranks,
@@ -56,6 +64,7 @@ SECTIONS: dict[Section, Callable[[Setting], Iterator[Item]]] = {
     "waits": waits,
     "images": images,
     "modalities": modalities,
+    "curves": curves,
 }
 """In the order they are measured. A new section is a function that yields items, its name above, and one entry here."""
 LIBRARIES = ("torch", "transformers", "deepspeed", "triton", "tokenizers", "timm")
@@ -76,7 +85,9 @@ class Options:
     small: bool = False
     """Tiny models, few repetitions: to try the script itself, on a CPU too."""
     data: Path = Setting.data
-    """Directory of the data of section `ranks`; they are made if they do not exist."""
+    """Directory of the data of sections `ranks`, which makes missing ones, and `curves`, which does not."""
+    steps: int = Setting.steps
+    """Steps of a run of section `curves`."""
     nccl: Path | None = None
     """Library to preload for two ranks, libnccl.so.2 of version 2.30 or newer; default: torch's."""
     output: Path | None = None
@@ -120,7 +131,9 @@ def main(options: Options) -> int:
     began = time.perf_counter()
     outcomes: list[Outcome] = []
     with Environment() as environment:
-        setting = Setting(environment=environment, small=options.small, data=options.data, nccl=options.nccl)
+        setting = Setting(
+            environment=environment, small=options.small, data=options.data, steps=options.steps, nccl=options.nccl
+        )
         document = describe(setting)
         print(", ".join(f"{name}: {value}" for name, value in document.items()), flush=True)
         for name in (name for name in SECTIONS if name in options.sections):

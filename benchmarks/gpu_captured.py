@@ -18,7 +18,6 @@ from benchmarks.gpu_images import image_config, modality_config
 from benchmarks.gpu_parity import EXPECTED_WAITS, waits_of
 from benchmarks.gpu_setting import (
     MEGABYTE,
-    NEEDS_GPU,
     Figures,
     Item,
     Setting,
@@ -413,18 +412,14 @@ def timings(setting: Setting, way: Way) -> Iterator[Item]:
             name=f"{name}{suffix}",
             measure=measure,
             seconds=(25 + 1.5 * extra) if "large" in name else 12 + extra,
-            lacking=cannot_capture(setting) or (setting.no_gpu if way is WHOLE else ""),
+            lacking=setting.cannot_capture or (setting.no_gpu if way is WHOLE else ""),
             timed=True,
         )
 
 
-def cannot_capture(setting: Setting) -> str:
-    return "" if setting.device.type in RECORDERS else NEEDS_GPU
-
-
 def captured_steps(setting: Setting) -> Iterator[Item]:
     """Equal steps, then times; what takes long to compile comes last."""
-    lacking = cannot_capture(setting)
+    lacking = setting.cannot_capture
     for case in CASES:
         seconds = 40 if "compiled" in case else 5
         missing = lacking or (setting.no_gpu if "compiled" in case else "")

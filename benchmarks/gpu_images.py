@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Literal
 
-from benchmarks.gpu_parity import Comparison, waited
+from benchmarks.gpu_parity import Comparison, waits_item
 from benchmarks.gpu_setting import Item, Setting, shrink
 from benchmarks.method_cost import BALANCING
 from benchmarks.steps import Precision, Workload, endless
@@ -86,17 +86,9 @@ def images(setting: Setting) -> Iterator[Item]:
     """Agreement and waits."""
     comparison = Comparison(setting, partial(checked, setting))
     yield from comparison.items("adversary, ", {layout: layout for layout in COMPARED}, seconds=6)
-    for layout, kind in (
-        ("plain", "relative_coordinate"),
-        ("plain", "absolute_coordinate"),
-        ("fsdp", "relative_coordinate"),
-    ):
-        yield Item(
-            name=f"waits, {layout}, {kind}",
-            measure=partial(waited, setting, layout, partial(checked, setting, kind=kind)),
-            seconds=5,
-            lacking=setting.no_gpu,
-        )
+    relative, absolute = "relative_coordinate", "absolute_coordinate"
+    for layout, kind in (("plain", relative), ("plain", absolute), ("fsdp", relative)):
+        yield waits_item(setting, f"waits, {layout}, {kind}", layout, partial(checked, setting, kind=kind))
 
 
 def checked_modalities(setting: Setting, precision: Precision = "bf16", balancer: str = "gradnorm") -> Workload:
@@ -112,9 +104,5 @@ def modalities(setting: Setting) -> Iterator[Item]:
     comparison = Comparison(setting, partial(checked_modalities, setting))
     yield from comparison.items("gradnorm, ", {layout: layout for layout in COMPARED}, seconds=6)
     for balancer in BALANCING:
-        yield Item(
-            name=f"waits, {balancer}",
-            measure=partial(waited, setting, "plain", partial(checked_modalities, setting, balancer=balancer)),
-            seconds=5,
-            lacking=setting.no_gpu,
-        )
+        workload = partial(checked_modalities, setting, balancer=balancer)
+        yield waits_item(setting, f"waits, {balancer}", "plain", workload)

@@ -171,13 +171,14 @@ def waited(setting: Setting, layout: str, workload: Callable[[], Workload]) -> F
     return {**figures, "expected": EXPECTED_WAITS, "as_expected": len(places) == EXPECTED_WAITS}
 
 
+def waits_item(setting: Setting, name: str, layout: str, workload: Callable[[], Workload]) -> Item:
+    measure = partial(waited, setting, layout, workload)
+    return Item(name=name, measure=measure, seconds=8, lacking=setting.no_gpu or lacking(layout))
+
+
 def waits(setting: Setting) -> Iterator[Item]:
     """How often a step waits, with accumulation and without."""
     for layout in ENGINES:
         for accumulation in (1, 2):
-            yield Item(
-                name=f"{layout}, accumulation {accumulation}",
-                measure=partial(waited, setting, layout, partial(checked, setting, accumulation=accumulation)),
-                seconds=8,
-                lacking=setting.no_gpu or lacking(layout),
-            )
+            workload = partial(checked, setting, accumulation=accumulation)
+            yield waits_item(setting, f"{layout}, accumulation {accumulation}", layout, workload)

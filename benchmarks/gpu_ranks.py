@@ -25,11 +25,10 @@ from typing import NamedTuple
 import torch
 
 from benchmarks.gpu_parity import without_key_biases
-from benchmarks.gpu_setting import NEEDS_GPU, ROOT, Figures, Item, Setting
+from benchmarks.gpu_setting import ROOT, Figures, Item, Setting
 from trp_scale.checkpoint.format import read_full_state
 from trp_scale.checkpoint.run_directory import checkpoints
 from trp_scale.distributed.environment import SHARED_GPUS
-from trp_scale.engines.captured import RECORDERS
 
 BOUND = 1e-5
 """Distance of the weights from plain's over their norm."""
@@ -236,10 +235,8 @@ def ranks(setting: Setting) -> Iterator[Item]:
     with TemporaryDirectory() as folder:
         runs = Runs(setting, Path(folder))
         yield Item(name="collectives", measure=partial(collectives, runs), seconds=30)
-        lacking = "" if setting.device.type in RECORDERS else NEEDS_GPU
-        yield Item(
-            name=f"{first}, ddp captured", measure=partial(captured_ddp, runs, first), seconds=40, lacking=lacking
-        )
+        measure = partial(captured_ddp, runs, first)
+        yield Item(name=f"{first}, ddp captured", measure=measure, seconds=40, lacking=setting.cannot_capture)
         for engines in (("FSDP2", "ZeRO 2"), ("ZeRO 2", "FSDP2")):
             yield Item(
                 name=f"{first}, {engines[0]} resumed under {engines[1]}",

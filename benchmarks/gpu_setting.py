@@ -25,6 +25,7 @@ from trp_scale.config.settings import Settings
 from trp_scale.core.engine import Engine
 from trp_scale.distributed.environment import Environment
 from trp_scale.engines.build import build_engine
+from trp_scale.engines.captured import RECORDERS
 from trp_scale.pretraining.pos_bert.settings import PosBertConfig
 from trp_scale.training.loop import Trainer
 from trp_scale.training.observer import peak_flops
@@ -48,13 +49,15 @@ class Setting:
     """Attributes:
     environment: device and process group.
     small: tiny models and few repetitions, to try the script itself.
-    data: directory of the data of section `ranks`.
+    data: directory of the data of sections `ranks` and `curves`.
+    steps: of a run of section `curves`.
     nccl: library that is preloaded for two ranks; `None`: torch's.
     """
 
     environment: Environment
     small: bool
     data: Path = ROOT / "build" / "gpu_data"
+    steps: int = 1000
     nccl: Path | None = None
 
     @property
@@ -68,6 +71,10 @@ class Setting:
     @property
     def no_gpu(self) -> str:
         return "" if self.on_gpu else NEEDS_GPU
+
+    @property
+    def cannot_capture(self) -> str:
+        return "" if self.device.type in RECORDERS else NEEDS_GPU
 
     @property
     def device_name(self) -> str:
@@ -170,6 +177,8 @@ def step_of(setting: Setting, work: Workload) -> Callable[[], object]:
 
 
 MEGABYTE = 2**20
+SHOWN = 20
+"""Longest list that is printed; the JSON file has longer ones."""
 
 
 Value: TypeAlias = "float | int | bool | str | list[float] | list[str] | None"
@@ -263,6 +272,8 @@ def _shown(value: Value) -> str:
         return "yes" if value else "no"
     if isinstance(value, float):
         return f"{value:.4g}" if abs(value) < 1000 else f"{value:,.0f}"
+    if isinstance(value, list) and len(value) > SHOWN:
+        return f"{len(value)} values"
     if isinstance(value, list):
         return "[" + ", ".join(_shown(one) for one in value) + "]"
     return str(value)

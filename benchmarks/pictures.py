@@ -1,14 +1,17 @@
-"""Pictures of a run for docs/: the display replayed from its metrics, and its page in a browser.
+"""Pictures for docs/: the display of a run replayed from its metrics, its page in a browser, and loss curves.
 
     python benchmarks/pictures.py --run runs/tiny [--output docs/pictures] [--frames 20] [--browser chromium]
+    python benchmarks/pictures.py --curves gpu.json [--output docs/pictures] [--browser chromium]
 
 display.svg is one moving SVG without script or font. report_light.png, report_dark.png and report_phone.png are drawn
 by Chromium or Chrome from a new page, with the packages plotly and playwright; without a browser they are left out.
+curves.png has the section `curves` of benchmarks/gpu.py.
 """
 
 from __future__ import annotations
 
 import io
+import json
 import math
 import shutil
 import sys
@@ -26,8 +29,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from trp_scale.config.images import ImagePretrainConfig
 from trp_scale.config.loader import load_recipe
-from trp_scale.reporting.document import page_text
-from trp_scale.reporting.record import read_run
+from trp_scale.reporting.document import Line, Page, PageSection, Plot, colours, page_text
+from trp_scale.reporting.record import Points, read_run
 from trp_scale.reporting.run import run_page
 from trp_scale.training.metrics import RunInfo, StepRecord, TaskRecord, read_metrics, worst_task
 from trp_scale.training.progress import LiveDisplay
@@ -52,20 +55,24 @@ TEXT, DIM, GROUND, UNFILLED = "#d8dee9", "#7f8794", "#1b1f27", "#3a404c"
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
-VIEWS: dict[str, tuple[int, int, Literal["light", "dark"]]] = {
+Views = Mapping[str, tuple[int, int, Literal["light", "dark"]]]
+"""Name of the file: width and height of the window, and the scheme that the system asks for."""
+VIEWS: Views = {
     "report_light": (1280, 1340, "light"),
     "report_dark": (1280, 1340, "dark"),
     "report_phone": (400, 1300, "light"),
 }
-"""Name of the file: width and height of the window, and the scheme that the system asks for."""
+CURVES: Views = {"curves": (1280, 1000, "light")}
 
 
 @dataclass(kw_only=True)
 class Options:
-    """Draw the pictures of a run that has ended."""
+    """Draw the pictures of a run that has ended, or loss curves."""
 
-    run: Path
+    run: Path | None = None
     """Directory of the run."""
+    curves: Path | None = None
+    """JSON file of benchmarks/gpu.py --sections curves."""
     output: Path = Path("docs/pictures")
     """Directory of the pictures."""
     frames: int = 20
@@ -74,10 +81,10 @@ class Options:
     """Program; empty = the first of chromium, chromium-browser and google-chrome that exists."""
 
 
-def draw_display(options: Options) -> Path:
+def draw_display(run: Path, options: Options) -> Path:
     """Write the moving picture of the display."""
     path = options.output / "display.svg"
-    path.write_text(svg(list(frames_of(options.run, options.frames))), encoding="utf-8")
+    path.write_text(svg(list(frames_of(run, options.frames))), encoding="utf-8")
     return path
 
 
@@ -187,21 +194,37 @@ def texts(frame: list[list[tuple[str, str]]]) -> Iterator[str]:
             column += len(text)
 
 
-def draw_pages(options: Options, program: str) -> Iterator[Path]:
-    """Write the pictures of the page."""
+def curves_page(path: Path) -> Page:
+    """Return a page with a plot for each item of the section `curves` in a JSON file of benchmarks/gpu.py."""
+    document = json.loads(path.read_text(encoding="utf-8"))
+    sections: list[PageSection] = []
+    for item in (item for item in document["items"] if item["section"] == "curves" and item["figures"]):
+        figures = item["figures"]
+        curves = {name.removesuffix("_loss"): values for name, values in figures.items() if name.endswith("_loss")}
+        lines = [
+            Line(name=name, points=Points(steps=figures["step"], values=curves[name]), colour=colour)
+            for name, colour in colours(curves).items()
+        ]
+        plot = Plot(title="loss", lines=lines, wide=True)
+        sections.append(PageSection(name=f"curves-{len(sections)}", title=item["name"], blocks=[plot]))
+    return Page(kind="benchmarks/gpu.py", title=document["device"], lead=[document["date"]], sections=sections)
+
+
+def draw_pages(content: Page, views: Views, output: Path, program: str) -> Iterator[Path]:
+    """Write the pictures of a page."""
     from playwright.sync_api import sync_playwright
 
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
         page = Path(folder) / "report.html"
-        page.write_text(page_text(run_page(read_run(options.run))), encoding="utf-8")
+        page.write_text(page_text(content), encoding="utf-8")
         # Chromium starts as root, as in a container, without its sandbox alone; the page is our own.
         browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
-        for name, (width, height, scheme) in VIEWS.items():
+        for name, (width, height, scheme) in views.items():
             context = browser.new_context(viewport={"width": width, "height": height}, color_scheme=scheme)
             tab = context.new_page()
             tab.goto(page.as_uri())
             tab.wait_for_function("[...document.querySelectorAll('.plot')].every(one => one.querySelector('.trace'))")
-            path = options.output / f"{name}.png"
+            path = output / f"{name}.png"
             # All colours stay: a palette of 256 would mix those of tasks.
             Image.open(io.BytesIO(tab.screenshot())).convert("RGB").save(path, optimize=True)
             context.close()
@@ -211,12 +234,15 @@ def draw_pages(options: Options, program: str) -> Iterator[Path]:
 
 def main(options: Options) -> None:
     options.output.mkdir(parents=True, exist_ok=True)
-    paths = [draw_display(options)]
+    paths = [draw_display(options.run, options)] if options.run else []
     program = next(filter(None, map(shutil.which, [options.browser] if options.browser else BROWSERS)), None)
     if program is None:
         print(f"none of {', '.join(BROWSERS)} is on PATH: the page is not drawn; allowed: --browser PROGRAM")
     else:
-        paths += draw_pages(options, program)
+        if options.run:
+            paths += draw_pages(run_page(read_run(options.run)), VIEWS, options.output, program)
+        if options.curves:
+            paths += draw_pages(curves_page(options.curves), CURVES, options.output, program)
     for path in paths:
         print(f"{path}: {path.stat().st_size:,} bytes")
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -30,6 +31,7 @@ from benchmarks.steps import Precision, StepOptions, Workload, endless, model_fl
 from benchmarks.workloads import CLASSES, MM_MAE, VOCABULARY, build_workload, image_recipe, mae_objective, small_bert
 from trp_scale.config import Config
 from trp_scale.config.registry import make_settings
+from trp_scale.core.batch import Batch
 from trp_scale.core.engine import Engine
 from trp_scale.engines.optimizer import build_optimizer
 from trp_scale.engines.plain import PlainEngine
@@ -76,19 +78,20 @@ def our_step(work: Workload, device: torch.device) -> tuple[Callable[[], Tensor]
     return step, engine
 
 
-def peer_step(
-    peer: nn.Module, inputs: Mapping[str, Tensor], config: Config, device: torch.device, *, mode: str | None = None
-) -> Callable[[], Tensor]:
-    """Return a step as in transformers' documentation, with our precision and optimizer; it returns the loss. `mode`:
-    of torch.compile."""
+def peer_training(
+    peer: nn.Module, config: Config, device: torch.device, *, mode: str | None = None
+) -> Callable[[Mapping[str, Tensor], float], Tensor]:
+    """Return a step as in transformers' documentation, with our precision and optimizer; it takes inputs on the device
+    and a learning rate, and returns the loss. `mode`: of torch.compile."""
     peer.to(device)
     optimizer = build_optimizer(peer, config.optimizer)
     forward = torch.compile(peer, mode=mode) if config.training.compile == "whole" else peer
-    on_device = {name: value.to(device) for name, value in inputs.items()}
 
-    def step() -> Tensor:
+    def step(inputs: Mapping[str, Tensor], lr: float) -> Tensor:
+        for group in optimizer.param_groups:
+            group["lr"] = lr
         with torch.autocast(device.type, torch.bfloat16, enabled=config.training.precision == "bf16"):
-            loss: Tensor = forward(**on_device).loss
+            loss: Tensor = forward(**inputs).loss
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -97,19 +100,32 @@ def peer_step(
     return step
 
 
+def peer_step(
+    peer: nn.Module, inputs: Mapping[str, Tensor], config: Config, device: torch.device, *, mode: str | None = None
+) -> Callable[[], Tensor]:
+    """Return `peer_training`'s step on these inputs."""
+    step = peer_training(peer, config, device, mode=mode)
+    return partial(step, {name: value.to(device) for name, value in inputs.items()}, config.optimizer.lr)
+
+
 def bert_peer(work: Workload, weights: dict[str, Tensor]) -> tuple[nn.Module, dict[str, Tensor]]:
-    """Return transformers' BERT and its inputs: labels at all positions, -100 where nothing is masked."""
-    config, batch = work.config, work.rows
+    """Return transformers' BERT and its inputs."""
+    config = work.config
     assert isinstance(config, PosBertConfig)
     peer = BertForPreTraining(bert_config(config.model, VOCABULARY, attn_implementation="sdpa"))
     peer.load_state_dict(to_transformers(weights, VOCABULARY))
-    inputs = {
-        "input_ids": batch["tokens"],
-        "token_type_ids": batch["token_types"],
-        "labels": torch.full_like(batch["tokens"], -100).scatter(1, batch["masked_positions"], batch["labels"]),
-        "next_sentence_label": batch["next_sentence"],
-    }
-    return peer, inputs
+    return peer, bert_inputs(work.rows)
+
+
+def bert_inputs(batch: Batch) -> dict[str, Tensor]:
+    """Return the inputs of transformers' BERT: labels at all positions, -100 where nothing is predicted."""
+    used = batch["label_weights"] > 0  # [R, M]
+    lines = torch.arange(len(used), device=used.device)[:, None].expand_as(used)  # [R, M]
+    labels = torch.full_like(batch["tokens"], -100)  # [R, L]
+    labels[lines[used], batch["masked_positions"][used]] = batch["labels"][used]
+    named = {"input_ids": "tokens", "token_type_ids": "token_types", "attention_mask": "attention_mask"}
+    inputs = {name: batch[field] for name, field in named.items() if field in batch.fields}
+    return {**inputs, "labels": labels, "next_sentence_label": batch["next_sentence"]}
 
 
 def mae_peer(work: Workload, weights: dict[str, Tensor]) -> tuple[nn.Module, dict[str, Tensor]]:

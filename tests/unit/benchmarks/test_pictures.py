@@ -12,7 +12,7 @@ from tests.runs import flags, pretrain_here
 def test_a_run_is_replayed_to_its_end(text_dataset: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     assert pretrain_here(flags(text_dataset, run, validation__every=4)) == 0
-    content = draw_display(Options(run=run, output=tmp_path, frames=3)).read_text()
+    content = draw_display(run, Options(output=tmp_path, frames=3)).read_text()
     groups = [each for each in ElementTree.fromstring(content) if each.tag.endswith("}g")]
     shown = [" ".join(text.text or "" for text in group) for group in groups]
     assert len(shown) == 3 and "1/8" in shown[0] and "5/8" in shown[1]
