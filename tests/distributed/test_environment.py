@@ -35,15 +35,12 @@ def launched(launcher: list[str], directory: Path, behaviour: str = "ends") -> l
     return [json.loads((directory / f"{rank}.json").read_text(encoding="utf-8")) for rank in (0, 1)]
 
 
+@pytest.mark.exhaustive  # tests/distributed/test_readme_commands.py starts two ranks under torchrun
 @pytest.mark.parametrize(
     ("launcher", "argv"),
     [
         ("torchrun", ["torch.distributed.run", "--standalone", "--nproc_per_node", "2"]),
-        pytest.param(
-            "deepspeed",
-            ["deepspeed.launcher.runner", "--num_gpus", "2", "--master_port", "PORT"],
-            marks=pytest.mark.exhaustive,
-        ),
+        ("deepspeed", ["deepspeed.launcher.runner", "--num_gpus", "2", "--master_port", "PORT"]),
     ],
 )
 def test_two_ranks_find_each_other(launcher: str, argv: list[str], tmp_path: Path) -> None:

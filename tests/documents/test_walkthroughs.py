@@ -117,7 +117,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.fixture(scope="module", params=always(WALKTHROUGHS, "quickstart.md", "own_text.md", "coming_from.md"))
+@pytest.fixture(scope="module", params=always(WALKTHROUGHS, "own_text.md", "coming_from.md"))
 def walked(request: pytest.FixtureRequest, inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """What went wrong on a page, each with its place. Each page is walked in a folder of its own."""
     directory, before = tmp_path_factory.mktemp("walk"), Path.cwd()

@@ -17,7 +17,6 @@ import torch
 
 from tests.distributed.launched import descendants, environment_of, launch, wait_for_steps
 from tests.faults.forked_ranks import RAISES, Signal, run_ranks
-from tests.grids import always
 from tests.runs import essence, flags, lines
 from trp_scale.checkpoint.format import read_full_state
 from trp_scale.checkpoint.run_directory import checkpoint_path, checkpoints, incompleteness
@@ -142,7 +141,8 @@ def test_kill_9_of_a_rank_again_and_again(
     same_end(killed, whole, steps)
 
 
-@pytest.mark.parametrize("rank", always([0, 1], 1))
+@pytest.mark.exhaustive  # in tests/distributed/test_environment.py a rank fails under srun
+@pytest.mark.parametrize("rank", [0, 1])
 def test_a_hook_that_raises_on_one_rank(
     whole_runs: Callable[[int], Path], text_dataset: Path, tmp_path: Path, rank: int
 ) -> None:
