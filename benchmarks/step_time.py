@@ -40,8 +40,9 @@ from trp_scale.pretraining.base import DataFacts
 from trp_scale.pretraining.mae.settings import MaeConfig
 from trp_scale.pretraining.mae.weights import published_name, to_vitmae, vitmae_config
 from trp_scale.pretraining.mm_mae.settings import MmMaeConfig
-from trp_scale.pretraining.pos_bert.model import bert_config, to_transformers
+from trp_scale.pretraining.pos_bert.model import bert_config
 from trp_scale.pretraining.pos_bert.settings import PosBertConfig, PosBertObjectiveConfig
+from trp_scale.pretraining.pos_bert.weights import to_transformers
 
 SAME_LOSS = 1e-3
 """Relative gap of the first losses up to which two sides do the same work."""

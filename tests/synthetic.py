@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.settings import changed
-from trp_scale.config import BatchConfig, Config, OptimizerConfig, PretrainConfig, TextModelConfig, TrainingConfig
+from trp_scale.config import BatchConfig, Config, OptimizerConfig, PretrainConfig, TrainingConfig
 from trp_scale.config.registry import make_settings
 from trp_scale.core.batch import Batch, StepStats
 from trp_scale.core.engine import Engine
@@ -22,9 +22,9 @@ from trp_scale.distributed.groups import Group
 from trp_scale.engines.build import build_engine
 from trp_scale.models.initialise import build_with_initialisers
 from trp_scale.pretraining.pos_bert.batch import kept_positions
-from trp_scale.pretraining.pos_bert.model import BertForMaskedPositions
-from trp_scale.pretraining.pos_bert.settings import PosBertConfig, PosBertObjectiveConfig
+from trp_scale.pretraining.pos_bert.settings import PosBertConfig, PosBertModelConfig, PosBertObjectiveConfig
 from trp_scale.pretraining.pos_bert.upstream import PosMaskedLanguageModelling, make_objective
+from trp_scale.pretraining.pos_bert.weights import MODELS
 from trp_scale.pretraining.tasks import SOURCE, has_sources
 from trp_scale.training.decisions import StepAgreement
 from trp_scale.training.loop import Trainer
@@ -140,7 +140,7 @@ TWO_RANKS = {
 def small_config(layout: Layout, **changes: Any) -> Config:
     """A two-layer BERT at a full learning rate; `changes` are section dicts, such as balancer={"kind": "uniform"}."""
     config = PosBertConfig(
-        model=TextModelConfig(
+        model=PosBertModelConfig(
             layers=2, hidden_size=32, heads=2, intermediate_size=64, max_positions=LENGTH, dropout=0.0
         ),
         objective=PosBertObjectiveConfig(),
@@ -166,7 +166,7 @@ def data_group(config: Config | None = None) -> Group:
 def make_engine(layout: Layout, config: Config, group: Group) -> tuple[Engine, PosMaskedLanguageModelling]:
     """The engine of a layout with the small model in it, made as a run makes it."""
     module = build_with_initialisers(
-        lambda: BertForMaskedPositions(config.model, vocab_size=VOCABULARY, seed=config.training.seed)
+        lambda: MODELS[config.model.kind](config.model, vocab_size=VOCABULARY, seed=config.training.seed)
     )
     document = {"zero_optimization": {"stage": layout.stage}, **layout.document} if layout.stage is not None else None
     engine = build_engine(

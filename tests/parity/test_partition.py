@@ -114,6 +114,26 @@ def test_updates_of_whole_matrices_agree(two_ranks: Ranks, layout: str, kind: st
     assert too_far(ours, reference_of(kind)) == []
 
 
+MODERN: dict[str, Any] = {
+    "model": {"kind": "modern", "layers": 3, "global_every": 2, "local_attention": 4, "layer_norm_eps": 1e-5},
+    "objective": {"next_sentence": "off"},
+    "optimizer": {"kind": "muon", "lr": 1e-3},
+}
+"""Global layers at both ends, a local one between them."""
+
+
+@lru_cache
+def reference_of_modern() -> Result:
+    return run(Layout(micro_size=2), {**changes("exact"), **MODERN})
+
+
+@pytest.mark.parametrize("layout", always(TWO_RANKS, "ddp", "fsdp"))
+def test_modern_encoders_agree(two_ranks: Ranks, layout: str) -> None:
+    ours = two_ranks(run, TWO_RANKS[layout], {**changes("exact"), **MODERN})[0]
+    assert ours.moved
+    assert too_far(ours, reference_of_modern()) == []
+
+
 @pytest.mark.parametrize("layout", always(["ddp", "fsdp", "zero2", "zero3"], "fsdp"))
 def test_clipping_acts_on_the_norm_of_the_global_gradient(two_ranks: Ranks, layout: str) -> None:
     # A large rate: the distance travelled must stay far above the rounding of the weights themselves.

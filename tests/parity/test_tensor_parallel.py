@@ -27,7 +27,7 @@ from tests.parity.test_modalities import changes as modality_changes
 from tests.parity.test_modalities import differences as modality_differences
 from tests.parity.test_modalities import reference as modality_reference
 from tests.parity.test_modalities import sometimes_absent as modality_absent
-from tests.parity.test_partition import BALANCING, sometimes_absent
+from tests.parity.test_partition import BALANCING, MODERN, sometimes_absent
 from tests.ranks import Ranks
 from tests.synthetic import Layout, Result, data_group, run, small_config, trainer_for
 from tests.synthetic_images import AdversarialResult, run_images
@@ -166,6 +166,13 @@ def test_lamb_takes_the_lengths_of_whole_matrices(two_ranks: Ranks) -> None:
     ours = two_ranks(run, LAYOUTS["2"], {**changes("uniform"), **LAMB}, sometimes_absent)[0]
     assert too_far(ours, run(Layout(micro_size=2), {**changes("uniform"), **LAMB}, sometimes_absent)) == []
     assert too_far(ours, reference("uniform"))
+
+
+def test_packed_matrices_of_modern_encoders_are_cut_by_parts(two_ranks: Ranks) -> None:
+    modern = {**changes("exact"), **{name: MODERN[name] for name in ("model", "objective")}}
+    ours = two_ranks(run, LAYOUTS["2"], modern)[0]
+    assert ours.moved
+    assert too_far(ours, run(Layout(micro_size=2), modern)) == []
 
 
 @pytest.mark.parametrize("variant", mostly_exhaustive(["flattened", "patchwise", "softsort", "look ahead"]))

@@ -221,6 +221,22 @@ def initialise(module: nn.Module, *, seed: int, std: float) -> None:
     set_all(module, rule)
 
 
+def initialise_modern(module: nn.Module, *, seed: int, std: float, layers: int) -> None:
+    """Initialise as ModernBERT (Warner et al. 2024, appendix A, public code): matrices normal with `std`, truncated at
+    two of them; matrices that end a branch, and the head's, with std / sqrt(2 layers); norm weights 1; biases 0."""
+
+    def rule(name: str, parameter: nn.Parameter) -> Value:
+        if parameter.ndim < 2:
+            return 1.0 if name.endswith(".weight") else 0.0
+        ends = name.endswith((".Wo.weight", "head.dense.weight"))
+        deviation = std / math.sqrt(2 * layers) if ends else std
+        generator = torch.Generator().manual_seed(tensor_seed(seed, name))
+        value = torch.empty(parameter.shape)
+        return nn.init.trunc_normal_(value, 0.0, deviation, -2 * deviation, 2 * deviation, generator=generator)
+
+    set_all(module, rule)
+
+
 def initialise_vision(module: nn.Module, *, seed: int, std: float) -> None:
     """Initialise as MAE (He et al., A.1; Wu et al.): matrices xavier uniform, with queries, keys and values as one
     matrix of 3 D rows; class and mask tokens and embeddings normal with `std`; biases and relative tables 0; norm

@@ -23,7 +23,8 @@ from trp_scale.config import RefusedError, TextModelConfig
 from trp_scale.models.initialise import build_with_initialisers, fill_module
 from trp_scale.pretraining.mae.model import MaskedAutoencoder
 from trp_scale.pretraining.mae.weights import is_encoder, load_weights, stored_positions
-from trp_scale.pretraining.pos_bert.model import TIED_PARAMETERS, BertForMaskedPositions, bert_config, load_bert
+from trp_scale.pretraining.pos_bert.model import BertForMaskedPositions, bert_config
+from trp_scale.pretraining.pos_bert.weights import load_transformers
 
 BERT = TextModelConfig(layers=2, hidden_size=32, heads=2, intermediate_size=64, max_positions=16)
 
@@ -52,12 +53,12 @@ def test_bert_starts_from_transformers_weights(tmp_path: Path) -> None:
     peer = BertForPreTraining(bert_config(BERT, 90))
     peer.save_pretrained(tmp_path / "bert")
     given, expected = (BertForMaskedPositions(BERT, vocab_size=90, seed=0) for _ in range(2))
-    load_bert(expected, peer.state_dict())
+    load_transformers(expected, peer.state_dict())
     assert not all(equal(given, expected).values())
-    load_given_weights(given, str(tmp_path / "bert"), load_bert)
+    load_given_weights(given, str(tmp_path / "bert"), load_transformers)
     assert all(equal(given, expected).values())
     make = partial(BertForMaskedPositions, BERT, vocab_size=90, seed=0)
-    assert all(equal(made_as_shapes(make, tmp_path / "bert", load_bert), given).values())
+    assert all(equal(made_as_shapes(make, tmp_path / "bert", load_transformers), given).values())
 
 
 def test_an_autoencoder_starts_from_vitmae(tmp_path: Path) -> None:
@@ -118,20 +119,20 @@ def test_weights_of_another_model_are_told_by_its_sizes(
     peer().save_pretrained(tmp_path)  # type: ignore[operator]
     model = BertForMaskedPositions(BERT, vocab_size=90, seed=0)
     with pytest.raises(RefusedError, match=message) as refused:
-        give_weights(model, replace(BERT, weights=str(tmp_path)), load_bert)
+        give_weights(model, replace(BERT, weights=str(tmp_path)), load_transformers)
     assert len(str(refused.value)) < 500 + len(str(tmp_path))
     if "heads there, 2 here; give --model.heads 4," in str(refused.value):
         return  # the tensors are this model's
     assert "--model.weights_names" in str(refused.value)
     every = replace(BERT, weights=str(tmp_path), weights_names=True)
     with pytest.raises(RefusedError) as refused:
-        give_weights(model, every, load_bert)
+        give_weights(model, every, load_transformers)
     lines = str(refused.value).splitlines()
     named = {line.split()[0] for line in lines if line.startswith("  ")}
     with safe_open(tmp_path / "model.safetensors", "pt") as file:
         theirs = set(file.keys())
     own = {name for name, _ in model.named_parameters()}
-    assert named == own ^ (theirs - set(TIED_PARAMETERS))
+    assert named == own ^ (theirs - set(BertForMaskedPositions.tied_parameters))
 
 
 @pytest.mark.parametrize("every", [True, False])

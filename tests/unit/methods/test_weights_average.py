@@ -26,8 +26,8 @@ from trp_scale.core.pieces import WEIGHT_AVERAGE
 from trp_scale.errors import CheckpointError
 from trp_scale.evaluation.arguments import parse_probe
 from trp_scale.finetuning.encoders import open_encoder
-from trp_scale.pretraining.pos_bert.model import load_bert
 from trp_scale.pretraining.pos_bert.settings import PosBertConfig
+from trp_scale.pretraining.pos_bert.weights import load_transformers
 
 
 def write_pair(directory: Path, kind: str) -> tuple[Path, Path]:
@@ -87,7 +87,7 @@ def test_a_run_starts_from_the_average(tmp_path: Path) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(torch.nan)
-    give_weights(model, ModelConfig(weights=f"{both}@average", heads=2), load_bert)
+    give_weights(model, ModelConfig(weights=f"{both}@average", heads=2), load_transformers)
     assert all(torch.equal(parameter, expected[name]) for name, parameter in model.named_parameters())
 
 

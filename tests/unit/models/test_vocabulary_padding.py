@@ -8,7 +8,7 @@ from torch import nn
 
 from tests.unit.models.masked_rows import VOCABULARY, masked_rows, small_model
 from trp_scale.data.text.dataset import GROUPS
-from trp_scale.pretraining.pos_bert.model import PADDED_PARAMETERS, BertForMaskedPositions
+from trp_scale.pretraining.pos_bert.model import BertForMaskedPositions
 from trp_scale.pretraining.pos_bert.settings import PosBertObjectiveConfig
 from trp_scale.pretraining.pos_bert.upstream import PosMaskedLanguageModelling
 
@@ -17,7 +17,7 @@ BATCH = masked_rows(7)
 
 
 def padded(model: BertForMaskedPositions) -> dict[str, nn.Parameter]:
-    return {name: parameter for name, parameter in model.named_parameters() if name in PADDED_PARAMETERS}
+    return {name: parameter for name, parameter in model.named_parameters() if name in model.padded_parameters}
 
 
 def gradients(model: BertForMaskedPositions) -> dict[str, torch.Tensor]:

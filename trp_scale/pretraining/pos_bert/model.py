@@ -3,17 +3,13 @@
 The heads of transformers compute logits at every position, and 85 % of them are never used. Our loop over the layers
 takes a finished mask; that of transformers checks at every step if the mask is all ones, which synchronises with the
 GPU. Parameter names are those of transformers' `BertForPreTraining`.
-
-Import and export: names are those of transformers, but our vocabulary is padded, and transformers has two names for
-tied tensors.
 """
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -21,15 +17,9 @@ from torch import Tensor, nn
 from transformers import BertConfig, BertForPreTraining, BertModel
 from transformers.models.bert.modeling_bert import BertLayer
 
-from trp_scale.checkpoint.document import DOCUMENT_NAME
-from trp_scale.checkpoint.export import Export, Pair, WeightLayout, WeightNames
-from trp_scale.checkpoint.run_directory import TOKENIZER
-from trp_scale.config import RefusedError, TextModelConfig
-from trp_scale.config.loader import from_dict
-from trp_scale.errors import CheckpointError
-from trp_scale.models.initialise import check_names, check_shapes, initialise, parameters_as_shapes, set_value
+from trp_scale.config import TextModelConfig
+from trp_scale.models.initialise import initialise, set_value
 from trp_scale.models.tensor_plan import WHOLE, Cut, TensorPlan
-from trp_scale.pretraining.pos_bert.settings import PosBertConfig
 
 VOCABULARY_MULTIPLE = 64
 """The vocabulary is padded to a multiple of this, for full tiles in matrix products."""
@@ -257,17 +247,28 @@ class PretrainingHeads(nn.Module):
         self.seq_relationship = nn.Linear(hidden_size, 2)
 
 
+PROJECTIONS = ("query", "key", "value")
+
+
 class BertForMaskedPositions(nn.Module):
     """BERT with masked-word prediction at given positions and next-sentence prediction.
 
     `vocab_size` is without padding; padding has probability 0.
     """
 
+    padded_parameters: ClassVar[tuple[str, ...]] = ("bert.embeddings.word_embeddings.weight", "cls.predictions.bias")
+    """Parameters whose first dimension is the padded vocabulary."""
+    tied_parameters: ClassVar[Mapping[str, str]] = {
+        "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
+        "cls.predictions.decoder.bias": "cls.predictions.bias",
+    }
+    """Second names of tied tensors in transformers."""
     word_losses: WordLosses | None = None
     cut: Cut = WHOLE
 
     def __init__(self, model: TextModelConfig, *, vocab_size: int, seed: int) -> None:
         super().__init__()
+        self.vocab_size = vocab_size
         self.config = bert_config(model, vocab_size)
         padded = bert_config(model, padded_vocabulary(vocab_size), attn_implementation="sdpa")
         self.bert = BertModel(padded)
@@ -275,6 +276,13 @@ class BertForMaskedPositions(nn.Module):
         self.bert.encoder.layer = nn.ModuleList([*whole, LastLayer(padded, layer_idx=model.layers - 1)])
         self.cls = PretrainingHeads(model.hidden_size, model.layer_norm_eps, vocab_size)
         initialise(self, seed=seed, std=model.initializer_range)
+
+    @classmethod
+    def transformers_model(
+        cls, model: TextModelConfig, vocab_size: int, special: Mapping[str, int]
+    ) -> BertForPreTraining:
+        """Return transformers' model of the same sizes; `special` are the numbers of pad, cls and sep."""
+        return BertForPreTraining(bert_config(model, vocab_size, architectures=["BertForPreTraining"]))
 
     @property
     def layers(self) -> nn.ModuleList:
@@ -366,79 +374,3 @@ class BertForMaskedPositions(nn.Module):
         """Set the bias of the word prediction to these logits, [V]; that of padding stays 0."""
         bias = self.cls.predictions.bias
         set_value(bias, lambda: F.pad(values, (0, len(bias) - len(values))))
-
-
-PROJECTIONS = ("query", "key", "value")
-
-
-PADDED_PARAMETERS = ("bert.embeddings.word_embeddings.weight", "cls.predictions.bias")
-"""Parameters whose first dimension is the padded vocabulary."""
-
-TIED_PARAMETERS = {
-    "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
-    "cls.predictions.decoder.bias": "cls.predictions.bias",
-}
-"""Second names of tied tensors in transformers."""
-
-
-def weight_names(vocab_size: int) -> WeightNames:
-    """Return the table of names; padding rows of the vocabulary, which transformers lacks, become zero."""
-    rows = padded_vocabulary(vocab_size) - vocab_size
-    padded = WeightLayout(
-        lambda tensor: F.pad(tensor, (0, 0) * (tensor.ndim - 1) + (0, rows)), lambda tensor: tensor[:vocab_size]
-    )
-    return WeightNames(*(Pair(name, name, padded) for name in PADDED_PARAMETERS), Pair("*", "*"))
-
-
-def load_bert(model: BertForMaskedPositions, state: Mapping[str, Tensor]) -> None:
-    """Import the state dict of a transformers `BertForPreTraining`; padding rows become zero.
-
-    Raises:
-        ValueError: names are missing, unexpected or of another shape, or the output layer is not tied.
-    """
-    parameters, vocab_size = dict(model.named_parameters()), model.config.vocab_size
-    ignored = {*TIED_PARAMETERS, "bert.embeddings.position_ids"}
-    tensors = {name: tensor for name, tensor in state.items() if name not in ignored}
-    check_names(parameters, tensors)
-    unpadded = {name: parameters[name][:vocab_size] for name in PADDED_PARAMETERS}
-    check_shapes(unpadded, {name: tuple(tensors[name].shape) for name in PADDED_PARAMETERS})
-    for copy, name in TIED_PARAMETERS.items():
-        if copy in state and not torch.equal(state[copy], tensors[name]):
-            raise ValueError(
-                f"{copy} differs from {name}: this model uses one tensor for both, so weights trained with "
-                "tie_word_embeddings=False cannot be imported"
-            )
-    weight_names(vocab_size).import_weights(model, tensors)
-
-
-def to_transformers(weights: Mapping[str, Tensor], vocab_size: int) -> dict[str, Tensor]:
-    """Return the state dict of transformers' `BertForPreTraining`: no padding, both names of tied tensors."""
-    state = weight_names(vocab_size).export_weights(weights)
-    return state | {copy: state[name] for copy, name in TIED_PARAMETERS.items()}
-
-
-def write_bert(export: Export) -> None:
-    """Write the model and its tokenizer.
-
-    Raises:
-        RefusedError: the tokenizer is missing.
-        CheckpointError: the checkpoint is damaged.
-    """
-    tokenizer = export.checkpoint.resolve().parent.parent / TOKENIZER
-    if not tokenizer.is_dir():
-        raise RefusedError(f"{export.checkpoint}: no tokenizer at {tokenizer}; copy the data set's tokenizer there")
-    config = from_dict(export.document.config, source=str(export.checkpoint))
-    assert isinstance(config, PosBertConfig)
-    vocab_size = export.document.extra.get("vocab_size")
-    if not isinstance(vocab_size, int):
-        where = export.checkpoint / DOCUMENT_NAME
-        raise CheckpointError(f"{where}: extra.vocab_size is {vocab_size!r}; expected the size of the vocabulary")
-    with parameters_as_shapes():
-        shapes = BertForMaskedPositions(config.model, vocab_size=vocab_size, seed=0)
-    weights = export.read_weights(shapes)
-    model = BertForPreTraining(bert_config(config.model, vocab_size, architectures=["BertForPreTraining"]))
-    model.load_state_dict(to_transformers(weights, vocab_size))
-    for path in sorted(tokenizer.iterdir()):
-        if path.is_file():
-            shutil.copyfile(path, export.directory / path.name)
-    model.save_pretrained(export.directory)

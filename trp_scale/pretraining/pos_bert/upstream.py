@@ -26,8 +26,9 @@ from trp_scale.distributed.environment import Environment
 from trp_scale.distributed.groups import Group
 from trp_scale.pretraining.base import DataFacts, Outline, Upstream
 from trp_scale.pretraining.pos_bert.batch import keep_all_positions, kept_lengths, open_rows
-from trp_scale.pretraining.pos_bert.model import BertForMaskedPositions, BertOutput, load_bert
+from trp_scale.pretraining.pos_bert.model import BertOutput
 from trp_scale.pretraining.pos_bert.settings import PosBertConfig, PosBertObjectiveConfig
+from trp_scale.pretraining.pos_bert.weights import MODELS, load_transformers
 from trp_scale.pretraining.tasks import SOURCE, blank_source, join_names, source_names
 
 TAPS: dict[TapPlace, Extra] = {"weights": Extra("transform_tap"), "representation": Extra("representation_tap")}
@@ -197,7 +198,7 @@ def blank_rows(config: PosBertConfig, length: int, rows: int) -> Batch:
 class TextUpstream(Upstream):
     """Sentence pairs with masked words; see `Upstream`."""
 
-    exports: ClassVar[Mapping[str, str]] = {"hf": "trp_scale.pretraining.pos_bert.model:write_bert"}
+    exports: ClassVar[Mapping[str, str]] = {"hf": "trp_scale.pretraining.pos_bert.weights:write_transformers"}
     open_rows = staticmethod(open_rows)
 
     def __init__(self, config: PosBertConfig, environment: Environment) -> None:
@@ -223,7 +224,7 @@ class TextUpstream(Upstream):
         if length > model.max_positions:
             raise RefusedError(f"--length is {length}, allowed: up to --model.max_positions {model.max_positions}")
         return Outline(
-            model=partial(BertForMaskedPositions, model, vocab_size=facts.vocabulary, seed=config.training.seed),
+            model=partial(MODELS[model.kind], model, vocab_size=facts.vocabulary, seed=config.training.seed),
             objective=make_objective(config, GROUPS),
             rows=partial(blank_rows, config, length),
             step_rows=config.batch.global_size,
@@ -252,11 +253,11 @@ class TextUpstream(Upstream):
 
     def model(self) -> nn.Module:
         settings, vocab_size = self.config.model, self.meta.vocab_size
-        model = BertForMaskedPositions(settings, vocab_size=vocab_size, seed=self.config.training.seed)
+        model = MODELS[settings.kind](settings, vocab_size=vocab_size, seed=self.config.training.seed)
         if self.config.objective.output_bias == "frequency":
             model.set_output_bias(self._log_frequencies())
         if settings.weights:
-            give_weights(model, settings, load_bert)
+            give_weights(model, settings, load_transformers)
         return model
 
     def _log_frequencies(self) -> Tensor:

@@ -28,12 +28,11 @@ from trp_scale.data.text.dataset import GROUPS
 from trp_scale.pretraining.pos_bert.model import (
     BertForMaskedPositions,
     bert_config,
-    load_bert,
     padded_vocabulary,
-    to_transformers,
 )
 from trp_scale.pretraining.pos_bert.settings import PosBertObjectiveConfig
 from trp_scale.pretraining.pos_bert.upstream import PosMaskedLanguageModelling
+from trp_scale.pretraining.pos_bert.weights import load_transformers, to_transformers
 
 PADDED = 128
 
@@ -83,8 +82,8 @@ def our_output(model: BertForMaskedPositions, batch: Batch):  # type: ignore[no-
 def test_import_and_export_keep_transformers_weights() -> None:
     state = random_reference().state_dict()
     model = small_model()
-    load_bert(model, dict(state))
-    load_bert(model, to_transformers(weights(model), VOCABULARY))  # tensors that share memory with the model
+    load_transformers(model, dict(state))
+    load_transformers(model, to_transformers(weights(model), VOCABULARY))  # tensors that share memory with the model
     out = to_transformers(weights(model), VOCABULARY)
     assert set(out) == set(state)
     assert [name for name in state if not torch.equal(out[name], state[name])] == []
@@ -97,15 +96,15 @@ def test_mismatched_weights_are_refused_by_name() -> None:
     name = "cls.predictions.transform.dense.weight"
     lacking = {key: tensor for key, tensor in state.items() if key != name}
     with pytest.raises(ValueError, match=name):
-        load_bert(small_model(), lacking)
+        load_transformers(small_model(), lacking)
     with pytest.raises(ValueError, match=r"bert.extra"):
-        load_bert(small_model(), state | {"bert.extra": torch.zeros(2)})
+        load_transformers(small_model(), state | {"bert.extra": torch.zeros(2)})
     with pytest.raises(ValueError, match=rf"{name} \(16, 15\)"):
-        load_bert(small_model(), state | {name: torch.zeros(16, 15)})
+        load_transformers(small_model(), state | {name: torch.zeros(16, 15)})
     embeddings = "bert.embeddings.word_embeddings.weight"
     for rows in (VOCABULARY - 1, VOCABULARY + 1, PADDED):  # a vocabulary of another size is never cut or filled up
         with pytest.raises(ValueError, match=rf"{embeddings} \({rows}, 16\)"):
-            load_bert(small_model(), state | {embeddings: torch.zeros(rows, 16)})
+            load_transformers(small_model(), state | {embeddings: torch.zeros(rows, 16)})
 
 
 @pytest.mark.parametrize(
@@ -120,10 +119,10 @@ def test_an_output_layer_that_is_not_tied_is_refused(copy_name: str, name: str) 
     model = small_model()
     before = copy.deepcopy(weights(model))
     with pytest.raises(ValueError, match=copy_name):
-        load_bert(model, state | {copy_name: state[name] + 1e-6})
+        load_transformers(model, state | {copy_name: state[name] + 1e-6})
     assert all(torch.equal(tensor, before[key]) for key, tensor in weights(model).items())
-    load_bert(model, state | {copy_name: state[name].clone()})  # equal values in memory of its own are the same
-    load_bert(model, {key: tensor for key, tensor in state.items() if key != copy_name})  # nor need it be named
+    load_transformers(model, state | {copy_name: state[name].clone()})  # equal values in memory of its own are the same
+    load_transformers(model, {key: tensor for key, tensor in state.items() if key != copy_name})  # nor need it be named
 
 
 @pytest.mark.parametrize("training", [False, True])

@@ -1,0 +1,376 @@
+"""ModernBERT (Warner et al. 2024, arXiv 2412.13663) for pre-training, with a last layer and a head for the masked
+positions only.
+
+Blocks have a norm before each branch, rotary positions, a gated feed-forward layer and no biases. Every
+`global_every`-th layer attends to all positions, the others to a window. Parameter names are those of transformers'
+`ModernBertForMaskedLM`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import ModernBertConfig, ModernBertForMaskedLM
+
+from trp_scale.models.initialise import initialise_modern, set_value
+from trp_scale.models.tensor_plan import WHOLE, Cut, TensorPlan
+from trp_scale.models.vit import attend
+from trp_scale.pretraining.pos_bert.model import (
+    BertOutput,
+    KeptPositions,
+    RowsToList,
+    WordLosses,
+    padded_vocabulary,
+    to_rows,
+    typical_length,
+)
+from trp_scale.pretraining.pos_bert.settings import PosBertModelConfig
+
+
+class Rotation(NamedTuple):
+    """Cosines and sines of rotary positions, each [R or 1, S, D / H]."""
+
+    cosines: Tensor
+    sines: Tensor
+
+    @classmethod
+    def of_positions(cls, positions: Tensor, size: int, base: float) -> Rotation:
+        """Return the rotation of heads of `size` at positions [R or 1, S] (Su et al. 2021, eq. 34)."""
+        steps = torch.arange(0, size, 2, dtype=torch.float32, device=positions.device)
+        angles = positions[..., None].float() * base ** (-steps / size)  # [R, S, size / 2]
+        angles = torch.cat([angles, angles], dim=-1)  # [R, S, size]
+        return cls(angles.cos(), angles.sin())
+
+    def at(self, positions: Tensor) -> Rotation:
+        """Return the rotation at positions [R, S] of the rows."""
+        chosen = positions[..., None].expand(-1, -1, self.cosines.shape[-1])  # [R, S, size]
+        rows = len(positions)
+        return Rotation(*(table.expand(rows, -1, -1).gather(1, chosen) for table in self))
+
+    def apply(self, heads: Tensor) -> Tensor:
+        """Rotate queries or keys [R, H, S, size], in fp32 at least."""
+        wide = heads.to(torch.promote_types(heads.dtype, torch.float32))
+        first, second = wide.chunk(2, dim=-1)
+        turned = torch.cat([-second, first], dim=-1)
+        cosines, sines = (table[:, None] for table in self)  # [R or 1, 1, S, size]
+        return (wide * cosines + turned * sines).to(heads.dtype)
+
+
+class Surroundings(NamedTuple):
+    """What a layer knows of its rows besides the hidden states.
+
+    Attributes:
+        rotation: of all positions.
+        mask: [R, 1, 1, L], [R or 1, 1, L, L] bool, True where a query reads a key; `None` = everywhere.
+    """
+
+    rotation: Rotation
+    mask: Tensor | None
+
+    def mask_at(self, positions: Tensor) -> Tensor | None:
+        """Return the mask of queries at positions [R, S]."""
+        if self.mask is None or self.mask.shape[2] == 1:
+            return self.mask
+        rows, length = len(positions), self.mask.shape[-1]
+        chosen = positions[:, None, :, None].expand(-1, -1, -1, length)  # [R, 1, S, L]
+        return self.mask.expand(rows, -1, -1, -1).gather(2, chosen)
+
+
+def window_mask(mask: Tensor | None, length: int, reach: int, device: torch.device) -> Tensor | None:
+    """Return the mask of attention to keys at most `reach` positions away.
+
+    Args:
+        mask: [R, 1, 1, L] bool of real tokens. A query always reads itself, so that no row of the mask is empty.
+    """
+    if length <= reach + 1:
+        return mask
+    positions = torch.arange(length, device=device)
+    distances = (positions[:, None] - positions).abs()  # [L, L]
+    near = (distances <= reach)[None, None]  # [1, 1, L, L]
+    return near if mask is None else near & mask | (distances == 0)
+
+
+class Attention(nn.Module):
+    """Matrices of an attention layer."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.Wqkv = nn.Linear(width, 3 * width, bias=False)
+        self.Wo = nn.Linear(width, width, bias=False)
+
+
+class GatedFeedForward(nn.Module):
+    """Matrices of a GeGLU layer (Shazeer 2020)."""
+
+    def __init__(self, width: int, intermediate: int) -> None:
+        super().__init__()
+        self.Wi = nn.Linear(width, 2 * intermediate, bias=False)
+        self.Wo = nn.Linear(intermediate, width, bias=False)
+
+
+class ModernLayer(nn.Module):
+    """ModernBERT's block, over rows or over a list of their positions, with equal results.
+
+    Attention is computed on rows, everything else on the list.
+    """
+
+    cut: Cut = WHOLE
+
+    def __init__(self, model: PosBertModelConfig, number: int) -> None:
+        super().__init__()
+        width = model.hidden_size
+        self.head_size = width // model.heads
+        # The embeddings have a norm already.
+        self.attn_norm = make_norm(model) if number else nn.Identity()
+        self.attn = Attention(width)
+        self.mlp_norm = make_norm(model)
+        self.mlp = GatedFeedForward(width, model.intermediate_size)
+
+    def forward(self, hidden: Tensor, surroundings: Surroundings, places: KeptPositions | None = None) -> Tensor:
+        """[R, L, D] -> [R, L, D]; with places, [K, D] -> [K, D]."""
+        queries, keys, values = self.project(hidden, places)
+        rotation, mask = surroundings
+        context = attend(rotation.apply(queries), rotation.apply(keys), values, mask)  # [R, H, L, D / H]
+        context = context.transpose(1, 2).flatten(2)  # [R, L, D]
+        if places is not None:
+            context = RowsToList.apply(context, places.kept)  # type: ignore[no-untyped-call]  # [K, D]
+        return self.feed_forward(hidden + self.attn.Wo(context))
+
+    def project(self, hidden: Tensor, places: KeptPositions | None) -> tuple[Tensor, ...]:
+        """Return queries, keys and values, [R, H, L, D / H]."""
+        (projected,) = self.cut.project(self.attn_norm(hidden), self.attn.Wqkv)
+        parts = to_rows(projected, places).chunk(3, dim=-1)  # [R, L, D]
+        # With tensor parallelism, D is the width of this rank's heads.
+        return tuple(part.unflatten(-1, (-1, self.head_size)).transpose(1, 2) for part in parts)  # type: ignore[no-untyped-call]
+
+    def feed_forward(self, hidden: Tensor) -> Tensor:
+        """Add the feed-forward branch, [..., D] -> [..., D]."""
+        (projected,) = self.cut.project(self.mlp_norm(hidden), self.mlp.Wi)
+        values, gate = projected.chunk(2, dim=-1)  # [..., intermediate]
+        return hidden + self.mlp.Wo(F.gelu(values) * gate)  # type: ignore[no-any-return]
+
+    def varying(
+        self, hidden: Tensor, *others: Any, places: KeptPositions | None = None
+    ) -> tuple[tuple[Tensor, ...], int]:
+        """Return arguments of `forward` with a varying first dimension, and a typical length (engines/compiled.py)."""
+        return ((), 0) if places is None else ((hidden, places.kept), typical_length(places.numbers))
+
+
+class LastModernLayer(ModernLayer):
+    """The last block, computed only at the positions that the head reads, with equal results. Queries of all positions
+    are projected, because one matrix product is faster than two."""
+
+    def forward(  # type: ignore[override]
+        self, hidden: Tensor, surroundings: Surroundings, positions: Tensor, places: KeptPositions | None = None
+    ) -> Tensor:
+        """Compute `ModernLayer` at positions [R, S] -> [R, S, D]; a list must contain them."""
+        queries, keys, values = self.project(hidden, places)
+        chosen = positions[:, None, :, None].expand(-1, queries.shape[1], -1, queries.shape[3])  # [R, H, S, D / H]
+        rotation = surroundings.rotation
+        context = attend(
+            rotation.at(positions).apply(queries.gather(2, chosen)),
+            rotation.apply(keys),
+            values,
+            surroundings.mask_at(positions),
+        )  # [R, H, S, D / H]
+        width = hidden.shape[-1]
+        if places is None:
+            tokens = hidden.gather(1, positions[..., None].expand(-1, -1, width))  # [R, S, D]
+        else:
+            numbers = places.numbers.gather(1, positions)  # [R, S]
+            tokens = hidden.index_select(0, numbers.view(-1)).view(*positions.shape, width)  # [R, S, D]
+        return self.feed_forward(tokens + self.attn.Wo(context.transpose(1, 2).flatten(2)))
+
+
+def make_norm(model: PosBertModelConfig) -> nn.LayerNorm:
+    return nn.LayerNorm(model.hidden_size, eps=model.layer_norm_eps, bias=False)
+
+
+class ModernEmbeddings(nn.Module):
+    """Word embeddings and their norm."""
+
+    def __init__(self, model: PosBertModelConfig, vocabulary: int) -> None:
+        super().__init__()
+        self.tok_embeddings = nn.Embedding(vocabulary, model.hidden_size)
+        self.norm = make_norm(model)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.norm(self.tok_embeddings(tokens))  # type: ignore[no-any-return]
+
+
+class ModernEncoder(nn.Module):
+    """Embeddings, blocks and the final norm, named as in transformers."""
+
+    def __init__(self, model: PosBertModelConfig, vocabulary: int) -> None:
+        super().__init__()
+        self.embeddings = ModernEmbeddings(model, vocabulary)
+        whole = [ModernLayer(model, number) for number in range(model.layers - 1)]
+        self.layers = nn.ModuleList([*whole, LastModernLayer(model, model.layers - 1)])
+        self.final_norm = make_norm(model)
+
+
+class ModernTransform(nn.Module):
+    """Linear, GELU, norm: the last layer that all masked-word tasks share."""
+
+    def __init__(self, model: PosBertModelConfig) -> None:
+        super().__init__()
+        self.dense = nn.Linear(model.hidden_size, model.hidden_size, bias=False)
+        self.norm = make_norm(model)
+
+    def forward(self, hidden: Tensor, tap: Tensor | None = None) -> Tensor:
+        hidden = self.dense(hidden)
+        if tap is not None:
+            hidden = hidden + tap.to(hidden.dtype)
+        return self.norm(F.gelu(hidden))  # type: ignore[no-any-return]
+
+
+class ModernDecoder(nn.Module):
+    """Logits over the padded vocabulary with the word embeddings as weights."""
+
+    out_of_vocabulary: Tensor
+
+    def __init__(self, vocab_size: int) -> None:
+        super().__init__()
+        padded = padded_vocabulary(vocab_size)
+        self.bias = nn.Parameter(torch.zeros(padded))
+        mask = torch.zeros(padded)
+        mask[vocab_size:] = -torch.inf
+        self.register_buffer("out_of_vocabulary", mask, persistent=False)
+
+    def forward(self, hidden: Tensor, embeddings: Tensor) -> Tensor:
+        return F.linear(hidden, embeddings, self.bias + self.out_of_vocabulary.to(self.bias.dtype))
+
+
+class ModernBertForMaskedPositions(nn.Module):
+    """ModernBERT with masked-word prediction at given positions; `vocab_size` is without padding, which has probability
+    0. It has no segments and no next-sentence prediction."""
+
+    padded_parameters: ClassVar[tuple[str, ...]] = ("model.embeddings.tok_embeddings.weight", "decoder.bias")
+    tied_parameters: ClassVar[Mapping[str, str]] = {"decoder.weight": "model.embeddings.tok_embeddings.weight"}
+    word_losses: WordLosses | None = None
+    cut: Cut = WHOLE
+
+    def __init__(self, model: PosBertModelConfig, *, vocab_size: int, seed: int) -> None:
+        super().__init__()
+        self.settings, self.vocab_size = model, vocab_size
+        self.model = ModernEncoder(model, padded_vocabulary(vocab_size))
+        self.head = ModernTransform(model)
+        self.decoder = ModernDecoder(vocab_size)
+        initialise_modern(self, seed=seed, std=model.initializer_range, layers=model.layers)
+
+    @classmethod
+    def transformers_model(
+        cls, model: PosBertModelConfig, vocab_size: int, special: Mapping[str, int]
+    ) -> ModernBertForMaskedLM:
+        """Return transformers' model of the same sizes; `special` are the numbers of pad, cls and sep."""
+        numbers = {
+            "pad_token_id": special["pad"],
+            **dict.fromkeys(("cls_token_id", "bos_token_id"), special["cls"]),
+            **dict.fromkeys(("sep_token_id", "eos_token_id"), special["sep"]),
+        }
+        config = ModernBertConfig(
+            vocab_size=vocab_size,
+            hidden_size=model.hidden_size,
+            num_hidden_layers=model.layers,
+            num_attention_heads=model.heads,
+            intermediate_size=model.intermediate_size,
+            max_position_embeddings=model.max_positions,
+            initializer_range=model.initializer_range,
+            norm_eps=model.layer_norm_eps,
+            local_attention=model.local_attention,
+            global_attn_every_n_layers=model.global_every,
+            global_rope_theta=model.global_rotary_base,
+            local_rope_theta=model.local_rotary_base,
+            architectures=["ModernBertForMaskedLM"],
+            **numbers,
+        )
+        return ModernBertForMaskedLM(config)
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        """The encoder's blocks; each is sharded as one unit."""
+        return self.model.layers
+
+    @property
+    def tensor_plan(self) -> TensorPlan:
+        """Tensor-parallel plan: heads, feed-forward and vocabulary are cut."""
+        return TensorPlan(
+            packed={"model.layers.*.attn.Wqkv": 3, "model.layers.*.mlp.Wi": 2},
+            rows=("model.layers.*.attn.Wo", "model.layers.*.mlp.Wo"),
+            vocabulary=("model.embeddings.tok_embeddings",),
+            first_dimension=("decoder.bias", "decoder.out_of_vocabulary"),
+            entered=("head",),
+            losses="word_losses",
+            divided={
+                "--model.heads": self.settings.heads,
+                "--model.intermediate_size": self.settings.intermediate_size,
+                "the padded vocabulary of": padded_vocabulary(self.vocab_size),
+            },
+        )
+
+    def forward(
+        self,
+        tokens: Tensor,
+        token_types: Tensor,
+        attention_mask: Tensor | None,
+        masked_positions: Tensor,
+        kept: Tensor | None = None,
+        representation_tap: Tensor | None = None,
+        transform_tap: Tensor | None = None,
+    ) -> BertOutput:
+        """Predict the masked words. Arguments as for `BertForMaskedPositions`; `token_types` are not read. The first
+        row of `representation_tap` is that of [CLS], which no head reads."""
+        assert kept is None or attention_mask is not None, "kept needs a mask"
+        places = None if kept is None else KeptPositions.from_mask(kept, tokens)
+        hidden = self.model.embeddings(tokens if kept is None else tokens.flatten()[kept])  # [R, L, D], or [K, D]
+        kinds = self.surroundings(tokens, attention_mask)
+        *layers, last = self.layers
+        for number, layer in enumerate(layers):
+            hidden = layer(hidden, kinds[self.is_global(number)], places=places)
+        first = torch.zeros_like(masked_positions[:, :1])
+        positions = torch.cat([first, masked_positions], dim=1)  # [R, 1 + M]
+        selected = last(hidden, kinds[self.is_global(len(layers))], positions, places=places)  # [R, 1 + M, D]
+        selected = self.model.final_norm(selected)
+        if representation_tap is not None:
+            selected = selected + representation_tap.to(selected.dtype)
+        words = selected[:, 1:]
+        return BertOutput(
+            prediction_logits=self.decoder(
+                self.head(words, transform_tap), self.model.embeddings.tok_embeddings.weight
+            ),
+            next_sentence_logits=words.new_zeros(len(words), 2),
+            shared_inputs=None if transform_tap is None else words.detach(),
+            word_losses=self.word_losses,
+            training=self.training,
+        )
+
+    def is_global(self, number: int) -> bool:
+        """Return whether a layer attends to all positions."""
+        return number % self.settings.global_every == 0
+
+    def surroundings(self, tokens: Tensor, attention_mask: Tensor | None) -> dict[bool, Surroundings]:
+        """Return rotation and mask of global (True) and of local layers, for tokens [R, L]."""
+        settings, length = self.settings, tokens.shape[1]
+        positions = torch.arange(length, device=tokens.device)[None]  # [1, L]
+        size = settings.hidden_size // settings.heads
+        mask = None if attention_mask is None else attention_mask[:, None, None, :]  # [R, 1, 1, L]
+        local = window_mask(mask, length, settings.local_attention // 2, tokens.device)
+        return {
+            True: Surroundings(Rotation.of_positions(positions, size, settings.global_rotary_base), mask),
+            False: Surroundings(Rotation.of_positions(positions, size, settings.local_rotary_base), local),
+        }
+
+    def varying(
+        self, tokens: Tensor, *others: Any, kept: Tensor | None = None, **named: Any
+    ) -> tuple[tuple[Tensor, ...], int]:
+        """Return arguments of `forward` with a varying first dimension, and a typical length (engines/compiled.py)."""
+        return ((), 0) if kept is None else ((kept,), typical_length(tokens))
+
+    def set_output_bias(self, values: Tensor) -> None:
+        """Set the bias of the word prediction to these logits, [V]; that of padding stays 0."""
+        bias = self.decoder.bias
+        set_value(bias, lambda: F.pad(values, (0, len(bias) - len(values))))
