@@ -32,7 +32,10 @@ DOCS = Path(__file__).resolve().parent.parent / "docs"
 END = "<!-- end of the tables -->"
 RANKS = 8
 WORLDS = (8, 64, 256, 1024)
-LENGTHS = {"pos_bert_large_32k": 128}
+LENGTHS = {
+    "pos_bert_large_32k": 128,
+    **dict.fromkeys(("pos_modern_base", "pos_modern_base_decay", "pos_modern_large"), 1024),
+}
 """Pieces of a sequence where the recipe's data have fewer than its model has positions for."""
 HEAD = ("recipe", "what it is", "data", "parameters", "rows x positions", "steps", "layout", "GiB a GPU", "hours")
 FINE_TUNING = ("recipe", "what it is", "data", "rows", "length")

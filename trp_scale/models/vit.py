@@ -17,6 +17,7 @@ from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 
 from trp_scale.config.finetuning import ImageTaskConfig
+from trp_scale.models.attention import attend
 from trp_scale.models.patches import patchify
 from trp_scale.models.positions import RelativeInputs, RelativePositions, interpolate, relative_inputs, sine_cosine
 from trp_scale.models.tensor_plan import WHOLE, Cut, TensorPlan
@@ -124,19 +125,6 @@ def feed_forward(mlp: Mlp, tokens: Tensor, cut: Cut) -> tuple[Tensor, Tensor]:
     (hidden,) = cut.project(tokens, mlp.fc1)
     hidden = mlp.norm(mlp.drop1(mlp.act(hidden)))
     return mlp.drop2(mlp.fc2(hidden)), hidden
-
-
-def attend(queries: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None) -> Tensor:
-    """Return softmax attention [B, H, Q, D / H] with a bias [B, H, Q, T] on its scaled scores.
-
-    On a CPU it is computed in fp32 or fp64: torch's fused kernel is 1.6 to 2.5 times slower in bf16, and rounds more.
-    """
-    if queries.device.type != "cpu" or queries.dtype not in (torch.bfloat16, torch.float16):
-        return F.scaled_dot_product_attention(queries, keys, values, attn_mask=bias)
-    with torch.autocast("cpu", enabled=False):
-        widened = None if bias is None else bias.float()
-        context = F.scaled_dot_product_attention(queries.float(), keys.float(), values.float(), attn_mask=widened)
-    return context.to(queries.dtype)
 
 
 def masked_rows(value: Tensor, count: int, masked: int) -> Tensor:

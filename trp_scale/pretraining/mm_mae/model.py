@@ -12,11 +12,12 @@ import torch.nn.functional as F
 from timm.layers import Mlp
 from torch import Tensor, nn
 
+from trp_scale.models.attention import attend
 from trp_scale.models.initialise import initialise_multimodal
 from trp_scale.models.patches import gather_patches
 from trp_scale.models.positions import sine_cosine
 from trp_scale.models.tensor_plan import WHOLE, Cut, TensorPlan
-from trp_scale.models.vit import attend, block_plan, feed_forward, stack_blocks
+from trp_scale.models.vit import block_plan, feed_forward, stack_blocks
 from trp_scale.pretraining.mm_mae.batch import RunModalities, visible_slots
 from trp_scale.pretraining.mm_mae.settings import MmMaeConfig
 

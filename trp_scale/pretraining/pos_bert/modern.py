@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import ModernBertConfig, ModernBertForMaskedLM
 
+from trp_scale.models.attention import attend
 from trp_scale.models.initialise import initialise_modern, set_value
 from trp_scale.models.tensor_plan import WHOLE, Cut, TensorPlan
-from trp_scale.models.vit import attend
 from trp_scale.pretraining.pos_bert.model import (
     BertOutput,
     KeptPositions,

@@ -22,9 +22,9 @@ class PosBertModelConfig(TextModelConfig):
     """modern: every N-th layer, from the first on, attends to all positions; the others to a window."""
     local_attention: int = setting(128, at_least=2)
     """modern: width of the window; half of it on each side."""
-    global_rotary_base: float = setting(160_000.0, above=1)
+    global_rotary_base: float = setting(160_000.0, above=0)
     """modern: base of the rotary positions of global layers."""
-    local_rotary_base: float = setting(10_000.0, above=1)
+    local_rotary_base: float = setting(10_000.0, above=0)
     """modern: base of the rotary positions of local layers."""
 
     def problems(self, config: Any) -> Iterator[str]:
