@@ -90,7 +90,7 @@ def load_checkpoint_weights(model: nn.Module, checkpoint: Path, state: str, head
         set_value(parameter, partial(read_tensor, checkpoint, document, state, stored[name]))
 
 
-KINDS = ("bert", "vit_mae")
+KINDS = ("bert", "modernbert", "vit_mae")
 """Kinds of transformers' models that can be read."""
 
 FILE = "model.safetensors"
@@ -181,7 +181,7 @@ _STACKED = re.compile(r"((?:.*\.)?(?:layer|layers|block|blocks|h|encoder))\.(\d+
 _POSITIONS = "position_embeddings.weight"
 
 _MARKS = {
-    "text": ("word_embeddings", "embed_tokens", "wte."),
+    "text": ("word_embeddings", "tok_embeddings", "embed_tokens", "wte."),
     "images": ("patch_embed", "input_adapters", "tokenisers"),
 }
 """Parts of names that identify the input of a model."""

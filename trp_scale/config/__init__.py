@@ -41,8 +41,9 @@ class ModelConfig(Section):
     """Epsilon of the layer norms."""
     weights: str = ""
     """Start from existing weights: a safetensors file, or a directory with model.safetensors. Allowed: transformers'
-    BertForPreTraining or ViTMAEForPreTraining, timm's ViT (encoder only), MultiMAE. A run directory of trp-scale
-    pretrain gives its last weights; with @average appended, their average. Empty = random, from the seed."""
+    BertForPreTraining, ModernBertForMaskedLM or ViTMAEForPreTraining, timm's ViT (encoder only), MultiMAE. A run
+    directory of trp-scale pretrain gives its last weights; with @average appended, their average. Empty = random, from
+    the seed."""
     weights_names: bool = False
     """If the weights do not fit the model, list every tensor that is missing, unexpected or of another shape."""
 

@@ -160,6 +160,11 @@ def encoder_from_run(
         RefusedError: the encoder reads neither text nor images.
     """
     if config.reads == "text":
+        if (kind := getattr(config.model, "kind", "bert")) != "bert":
+            raise RefusedError(
+                f"{path}: the encoder's model.kind is {kind}; allowed here: bert. To fine-tune it with transformers: "
+                f"trp-scale export --run {path} --to hf --output DIR"
+            )
         return EncoderSource(
             path=path,
             text=True,

@@ -108,7 +108,7 @@ BERT_OF_OTHER_SIZE = TextModelConfig(layers=3, hidden_size=16, heads=4, intermed
         (lambda: vitmae(config()), "of a model that reads images, this one reads text; give those of"),
         (
             lambda: GPT2LMHeadModel(GPT2Config(vocab_size=90, n_embd=32, n_layer=2, n_head=2, n_inner=64)),
-            r"of the kind 'gpt2'; allowed: bert, vit_mae, .*; --model.weights_names names every tensor$",
+            r"of the kind 'gpt2'; allowed: bert, modernbert, vit_mae, .*; --model.weights_names names every tensor$",
         ),
     ],
     ids=["another size", "other heads", "of images", "another kind"],

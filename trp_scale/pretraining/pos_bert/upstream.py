@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from trp_scale.checkpoint.format import named_weights
 from trp_scale.checkpoint.initial_weights import give_weights
 from trp_scale.checkpoint.run_directory import TOKENIZER, copy_tokenizer
 from trp_scale.config import RefusedError
@@ -22,6 +23,7 @@ from trp_scale.core.run import Tap, TapPlace
 from trp_scale.data.mixture import parse_paths
 from trp_scale.data.sources import Rows
 from trp_scale.data.text.dataset import GROUPS, TextMeta, tokenizer_digest
+from trp_scale.data.text.tokenizer import open_tokenizer
 from trp_scale.distributed.environment import Environment
 from trp_scale.distributed.groups import Group
 from trp_scale.pretraining.base import DataFacts, Outline, Upstream
@@ -195,6 +197,25 @@ def blank_rows(config: PosBertConfig, length: int, rows: int) -> Batch:
     return Batch(fields=fields, keys=torch.arange(rows), start=0)
 
 
+def require_same_pieces(weights: str, tokenizer: Path) -> None:
+    """Refuse weights whose tokenizer has other pieces than that of the data; it is unknown for a single file.
+
+    Args:
+        weights: value of --model.weights: a run, a checkpoint, or a directory of transformers.
+    """
+    directory = Path(named_weights(weights)[0])
+    places = (directory / TOKENIZER, directory.resolve().parent.parent / TOKENIZER, directory)
+    theirs = next((path for path in places if tokenizer_digest(path)), None)
+    if theirs is None or tokenizer_digest(theirs) == tokenizer_digest(tokenizer):
+        return
+    vocabularies = [open_tokenizer(path, flag="--model.weights").get_vocab() for path in (theirs, tokenizer)]
+    if vocabularies[0] != vocabularies[1]:
+        raise RefusedError(
+            f"--model.weights {weights}: its tokenizer has other pieces than that of the data, {tokenizer}; shard the "
+            f"text with --tokenizer {theirs}"
+        )
+
+
 class TextUpstream(Upstream):
     """Sentence pairs with masked words; see `Upstream`."""
 
@@ -208,6 +229,8 @@ class TextUpstream(Upstream):
         self.sources = self.open_rank_sources(config, environment)
         self.source = self.sources.train
         self.meta = self.sources.meta
+        if config.model.weights:
+            require_same_pieces(config.model.weights, Path(self.meta.tokenizer_directories[0]))
         self.objective = make_objective(config, self.meta.groups)
         self.positions_per_step = config.batch.global_size * self.meta.length
 

@@ -3,6 +3,7 @@ initial values; and what it refuses."""
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,12 +14,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import ModernBertForMaskedLM
+from transformers import AutoTokenizer, ModernBertForMaskedLM
 from transformers.models.modernbert import modeling_modernbert
 
-from tests.runs import flags
+from tests.runs import flags, pretrain_here
+from trp_scale.checkpoint.export import export, find_checkpoint
+from trp_scale.checkpoint.format import read_full_state
 from trp_scale.config import RefusedError
 from trp_scale.config.run_flags import parse
+from trp_scale.finetuning.encoders import open_encoder
 from trp_scale.pretraining.pos_bert.modern import ModernBertForMaskedPositions, Rotation
 from trp_scale.pretraining.pos_bert.settings import PosBertModelConfig
 from trp_scale.pretraining.pos_bert.weights import load_transformers, to_transformers
@@ -191,3 +195,47 @@ def test_settings_of_bert_are_refused(tmp_path: Path, changes: dict[str, Any], f
     with pytest.raises(RefusedError) as refused:
         parse(flags(tmp_path, tmp_path / "run", **values))
     assert flag in str(refused.value)
+
+
+MODERN = {
+    "model__kind": "modern",
+    "model__dropout": 0.0,
+    "model__layer_norm_eps": 1e-5,
+    "objective__next_sentence": "off",
+    "training__steps": 1,
+}
+
+
+def test_a_run_is_exported_and_started_from_bit_for_bit(text_dataset: Path, tmp_path: Path) -> None:
+    pretrain_here(flags(text_dataset, tmp_path / "run", **MODERN))
+    export(tmp_path / "run", tmp_path / "hf")
+    theirs = ModernBertForMaskedLM.from_pretrained(tmp_path / "hf")
+    pieces = AutoTokenizer.from_pretrained(tmp_path / "hf")
+    assert theirs.config.pad_token_id == pieces.pad_token_id
+    weights = read_full_state(find_checkpoint(tmp_path / "run"))
+    state = to_transformers(weights, len(pieces), ModernBertForMaskedPositions)
+    assert all(torch.equal(value, state[name]) for name, value in theirs.state_dict().items())
+    still = {**MODERN, "optimizer__lr": 1e-30, "optimizer__weight_decay": 0.0}
+    pretrain_here(flags(text_dataset, tmp_path / "again", **still, model__weights=tmp_path / "hf"))
+    for name, value in read_full_state(find_checkpoint(tmp_path / "again")).items():
+        end = len(pieces) if name in ModernBertForMaskedPositions.padded_parameters else None  # padding comes back as 0
+        torch.testing.assert_close(value[:end], weights[name][:end], rtol=0, atol=1e-29)
+
+
+def test_weights_of_another_tokenizer_are_refused(text_dataset: Path, tmp_path: Path) -> None:
+    pretrain_here(flags(text_dataset, tmp_path / "run", **MODERN))
+    vocabulary = tmp_path / "run" / "tokenizer" / "tokenizer.json"
+    pieces = json.loads(vocabulary.read_text())["model"]["vocab"]
+    first, second = list(pieces)[-2:]
+    text = vocabulary.read_text().replace(f'"{first}"', '"swapped"').replace(f'"{second}"', f'"{first}"')
+    vocabulary.write_text(text.replace('"swapped"', f'"{second}"'))
+    with pytest.raises(RefusedError) as refused:
+        pretrain_here(flags(text_dataset, tmp_path / "again", **MODERN, model__weights=tmp_path / "run"))
+    assert f"--model.weights {tmp_path / 'run'}" in str(refused.value)
+
+
+def test_encoders_of_other_kinds_are_not_fine_tuned(text_dataset: Path, tmp_path: Path) -> None:
+    pretrain_here(flags(text_dataset, tmp_path / "run", **MODERN))
+    with pytest.raises(RefusedError) as refused:
+        open_encoder(str(tmp_path / "run"))
+    assert "model.kind is modern" in str(refused.value)
