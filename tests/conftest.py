@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from multiprocessing import forkserver
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -25,6 +26,18 @@ hypothesis.settings.register_profile("untimed", deadline=None)
 hypothesis.settings.load_profile("untimed")
 
 look_through_young_objects()
+
+BUILDERS = ("pretraining.mm_mae", "pretraining.pos_bert", "finetuning.detection")
+preload = forkserver.set_forkserver_preload
+
+
+def preload_all(modules: Sequence[str]) -> None:
+    """Preload the batch builders of all modalities in the server of loader workers, which is started once for many
+    tests: a worker of images that is forked from a server for text imports torchvision for 2 s."""
+    preload([*modules, *(f"trp_scale.{name}.batch" for name in BUILDERS)])
+
+
+forkserver.set_forkserver_preload = preload_all
 
 
 RANKS = {"two_ranks": Ranks(2), "four_ranks": Ranks(4)}
