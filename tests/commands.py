@@ -6,14 +6,15 @@ import contextlib
 import functools
 import io
 import re
+import runpy
 import shlex
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from deepspeed.launcher import runner
 from torch.distributed.run import get_args_parser
 
 from trp_scale.cli import main as cli
@@ -63,29 +64,27 @@ def script_place(words: Sequence[str]) -> int | None:
 
 
 @functools.cache
-def help_of(*command: str, asks: str = "--help-all") -> str:
-    """Return what a command prints of its flags, in a wide window so that no flag is broken.
+def help_of(script: str, *words: str) -> str:
+    """Return what a command of trp-scale, or a script, prints of its flags, in a window so wide that no flag is broken.
 
-    Commands of trp-scale run in this process, others in one of their own.
+    In this process: a script of SCRIPTS through its command.
     """
-    if command[0] == "trp-scale":
-        printed = io.StringIO()
-        with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
-            patch.setenv("COLUMNS", "400")
-            with pytest.raises(SystemExit) as left:
-                cli.main([*command[1:], asks])
-        assert left.value.code == 0, f"{' '.join(command)} {asks}"
-        return printed.getvalue()
-    environment = {"COLUMNS": "400", "PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT)}
-    result = subprocess.run([*command, asks], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
-    assert result.returncode == 0, f"{' '.join(command)} {asks}: {result.stderr[-2000:]}"
-    return result.stdout
+    printed = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed), pytest.raises(SystemExit) as left:
+        patch.setenv("COLUMNS", "400")
+        if script == "trp-scale" or script in SCRIPTS:
+            cli.main([*([] if script == "trp-scale" else [Path(script).stem]), *words, "--help-all"])
+        else:
+            patch.setattr(sys, "argv", [script, *words, "--help-all"])
+            runpy.run_path(str(ROOT / script), run_name="__main__")
+    assert not left.value.code, f"{script} {' '.join(words)} --help-all"
+    return printed.getvalue()
 
 
-def check_flags(words: Sequence[str], *command: str, asks: str = "--help-all") -> None:
+def check_flags(words: Sequence[str], *command: str) -> None:
     recipe = words[words.index("--recipe") :][:2] if "--recipe" in words else ()  # it says which settings there are
     for flag in (word.split("=")[0] for word in words if word.startswith("--")):
-        found = re.search(rf"(?<![\w-]){re.escape(flag)}(?![\w.-])", help_of(*command, *recipe, asks=asks))
+        found = re.search(rf"(?<![\w-]){re.escape(flag)}(?![\w.-])", help_of(*command, *recipe))
         assert found, f"{command[-1]} has no {flag}"
 
 
@@ -95,7 +94,7 @@ def check_launcher(words: Sequence[str]) -> None:
     if launcher == "torchrun":
         get_args_parser().parse_args([*flags, PRETRAIN])
     elif launcher == "deepspeed":
-        check_flags(flags, sys.executable, "-m", "deepspeed.launcher.runner", asks="--help")
+        runner.parse_args([*flags, PRETRAIN])
         for file in (flags[number + 1] for number, flag in enumerate(flags) if flag == "--hostfile"):
             assert (ROOT / file).is_file(), file
     else:
@@ -133,7 +132,7 @@ def check(words: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> None:
         if script == PRETRAIN:
             check_pretrain(words[place + 1 :], monkeypatch)
         else:  # the encoder that --from names is not there to be looked at
-            check_flags(words[place + 1 :], sys.executable, script)
+            check_flags(words[place + 1 :], script)
     elif list(words[:2]) == ["trp-scale", "study"]:
         check_flags(rest[2:], "trp-scale", "study", rest[1])
     elif list(words[:2]) == ["trp-scale", "pretrain"] and not {"--help", "--help-all"} & set(words):
@@ -143,4 +142,4 @@ def check(words: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> None:
     else:
         assert program == "python", f"a document starts {program!r}, which this test does not know"
         assert (ROOT / rest[0]).is_file(), rest[0]
-        check_flags(rest[1:], sys.executable, rest[0])
+        check_flags(rest[1:], rest[0])
