@@ -19,9 +19,7 @@ from trp_scale.core.pieces import Region
 from trp_scale.models.initialise import initial_tensor
 
 STATES = ("weight", "exp_avg", "exp_avg_sq")
-every_engine = pytest.mark.parametrize(
-    "name", [*always(LAYOUTS, "plain", "ddp", "fsdp", "zero2", "zero3"), AND_SHARED_MOMENTS]
-)
+every_engine = pytest.mark.parametrize("name", [*always(LAYOUTS, "plain", "ddp", "fsdp", "zero3"), AND_SHARED_MOMENTS])
 
 
 def listed(probe: Probe) -> list[tuple[str, tuple[int, ...], Region, bool, tuple[str, ...]]]:

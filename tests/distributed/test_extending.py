@@ -272,7 +272,8 @@ def test_one_process_goes_on_with_it_bit_for_bit(modules: Path, seeing: Path, se
     same_states(tmp_path, seeing, 0.0, OWN_MAPS)
 
 
-@pytest.mark.parametrize("layout", always(LINES, "fsdp"))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("layout", LINES)
 def test_two_ranks_go_on_with_it_bit_for_bit_and_from_one_process(
     two_ranks: Ranks, modules: Path, seeing: Path, seen_twice: Path, tmp_path: Path, layout: str
 ) -> None:

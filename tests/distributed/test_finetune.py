@@ -140,7 +140,7 @@ MEASURED: dict[str, Callable[[dict[str, Any]], bool]] = {
 """What must hold of a result so that measuring was no empty thing."""
 
 
-@pytest.mark.parametrize("task", always(MEASURED, *(name for name in MEASURED if name != "depth")))
+@pytest.mark.parametrize("task", always(MEASURED, "cola", "segmentation", "detection"))
 def test_two_ranks_measure_what_one_does(
     two_ranks: Ranks, text_dataset: Path, image_dataset: Path, scenes: Path, tmp_path: Path, task: str
 ) -> None:
@@ -190,7 +190,7 @@ def test_two_ranks_learn_of_text_what_one_does(
     assert figures[0] == pytest.approx(figures[1], abs=1e-3)
 
 
-@pytest.mark.parametrize("layout", ["fsdp", "zero3"])
+@pytest.mark.parametrize("layout", always(["fsdp", "zero3"], "fsdp"))
 def test_two_ranks_learn_of_images_what_one_does(
     two_ranks: Ranks, image_dataset: Path, tmp_path: Path, layout: str
 ) -> None:
@@ -245,7 +245,7 @@ def alone(scenes: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run_dir
 
 
-@pytest.mark.parametrize("layout", always(["fsdp", "zero2", "zero3"], "fsdp"))
+@pytest.mark.parametrize("layout", always(["fsdp", "zero2", "zero3"], "zero2"))
 def test_two_ranks_learn_to_detect_what_one_does_in_micro_batches_of_one_size(
     two_ranks: Ranks, scenes: Path, alone: Path, tmp_path: Path, layout: str
 ) -> None:

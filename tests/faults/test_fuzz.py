@@ -13,7 +13,7 @@ from tests.faults.fuzz import MEMORY, READ, REFUSED, UNEXPECTED, Found, unexpect
 from tests.faults.mutations import mutated
 from tests.faults.readers import Case, Reader, Target
 
-INPUTS = 3_000
+INPUTS = 1_500
 """Over all readers in every run of the tests."""
 
 MANY = int(os.environ.get("TRP_SCALE_FUZZ", "100000"))

@@ -13,7 +13,6 @@ import pytest
 
 from tests.distributed.launched import descendants, environment_of, launch, wait_for_steps
 from tests.faults.test_kills import same_end
-from tests.grids import always
 from tests.ranks import Ranks
 from tests.runs import flags, lines, pretrain_here
 from trp_scale.distributed.liveness import lease_holder
@@ -29,15 +28,10 @@ def looked_after(process: subprocess.Popen[str], rank: int) -> tuple[int, int]:
     return first, below[-1]
 
 
+@pytest.mark.exhaustive  # tests/unit/distributed/test_restarts.py kills a rank and starts it again without a launcher
 @pytest.mark.parametrize(
     ("launcher", "extra"),
-    always(
-        [
-            ("torchrun", {"engine": "fsdp"}),
-            ("deepspeed", {"ds_config": "ds_configs/zero2.json"}),
-        ],
-        ("torchrun", {"engine": "fsdp"}),
-    ),
+    [("torchrun", {"engine": "fsdp"}), ("deepspeed", {"ds_config": "ds_configs/zero2.json"})],
     ids=["torchrun", "deepspeed"],
 )
 def test_killed_ranks_start_again_and_the_run_ends_as_if_nothing_had_happened(

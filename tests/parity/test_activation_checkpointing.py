@@ -82,7 +82,7 @@ STAGE_3 = [name for name, layout in TWO_RANKS.items() if layout.stage == 3]
     always(
         [*product([name for name in TWO_RANKS if name not in STAGE_3], WAYS), *product(STAGE_3, ["full"])],
         ("fsdp", "full"),
-        ("zero3", "full"),
+        ("zero2", "full"),
     ),
 )
 def test_every_engine_gives_what_one_rank_does(two_ranks: Ranks, layout: str, how: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from itertools import product
 from typing import Any
 
 import pytest
@@ -163,12 +164,15 @@ def test_the_two_tasks_get_different_weights_and_both_updates_and_estimates_diff
         assert all(too_far(one, other) for other in found[number + 1 :])
 
 
+SEQUENTIAL = ("absolute_coordinate", "relative_coordinate")
+
+
 @pytest.mark.parametrize(
     ("kind", "layout"),
-    grid(
-        ["absolute_coordinate", "relative_coordinate"],
-        ["accumulation 1", "ddp", "fsdp", "zero0", "zero1", "zero3", "zero3_offload"],
-    ),
+    [
+        *grid(SEQUENTIAL, ["accumulation 1", "ddp", "fsdp", "zero1", "zero3"]),
+        *always(product(SEQUENTIAL, ["zero0", "zero3_offload"])),
+    ],
 )
 def test_sequential_updates_agree(two_ranks: Ranks, kind: str, layout: str) -> None:
     settings = changes(kind, update="sequential")
@@ -219,7 +223,7 @@ def test_the_normalised_rules_agree_as_far_as_rounding_lets_them(
         ("l2", TRAVELLED, "accumulation 1"),
         ("linf", NORMALISED, "accumulation 1"),
         ("l2", TRAVELLED, "fsdp"),
-        ("linf", NORMALISED, "zero3"),
+        ("linf", NORMALISED, "zero2"),
     ),
 )
 def test_shifts_of_pixels_agree(two_ranks: Ranks, norm: str, allowed: float, layout: str) -> None:

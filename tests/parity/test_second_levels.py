@@ -68,7 +68,6 @@ def encoder_of(weights: dict[str, Tensor]) -> dict[str, Tensor]:
         ("fine_tuning", "ddp"),
         ("joint", "fsdp"),
         ("fine_tuning", "zero2"),
-        ("fine_tuning", "zero3"),
     ),
 )
 def test_every_split_gives_the_same_run(two_ranks: Ranks, level: str, engine: str) -> None:

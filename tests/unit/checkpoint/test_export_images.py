@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import ViTImageProcessor, ViTMAEForPreTraining
 
+from tests.grids import always
 from tests.unit.checkpoint.fake_engine import FakeEngine, save_step
 from tests.unit.models.small_images import GRID, PATCH, config, crops, small_model
 from tests.unit.models.vitmae_peer import images_and_noise
@@ -152,7 +153,8 @@ save_file({{"found": found}}, "found.safetensors")
 
 
 @pytest.mark.parametrize(
-    ("adversary", "grid", "index"), [("none", GRID, "rounded"), ("relative_coordinate", 10, "relaxed")]
+    ("adversary", "grid", "index"),
+    always([("none", GRID, "rounded"), ("relative_coordinate", 10, "relaxed")], ("relative_coordinate", 10, "relaxed")),
 )
 def test_relative_positions_bring_a_module_that_computes_the_same_without_ours(
     tmp_path: Path, adversary: str, grid: int, index: str

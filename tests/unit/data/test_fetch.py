@@ -115,6 +115,7 @@ def test_workers_end_when_the_training_process_is_killed(dataset: Path) -> None:
     assert all(gone(worker, within=10.0) for worker in workers)
 
 
+@pytest.mark.exhaustive  # as workers of a process that is killed end
 def test_a_process_that_fails_does_not_wait_for_workers_that_nobody_has_closed(dataset: Path) -> None:
     process, workers = training_process(dataset, "fail")
     try:

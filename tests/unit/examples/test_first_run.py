@@ -13,6 +13,7 @@ NOTEBOOK = Path(__file__).parents[3] / "examples" / "first_run.ipynb"
 SIZES, SMALL = "SCENES, STEPS = 1024, 120", "SCENES, STEPS = 160, 2"
 
 
+@pytest.mark.exhaustive  # tests/unit/test_api.py calls what it calls
 def test_it_runs_and_shows_curves_and_neighbours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     assert not any(cell.get("outputs") for cell in notebook.cells), "kept without outputs"

@@ -228,7 +228,7 @@ def test_few_images_of_each_class_are_drawn_by_the_seed() -> None:
         draw_of_each_class(labels, 5, 0)
 
 
-@pytest.mark.parametrize("held_out", [False, True], ids=["test set", "held out"])
+@pytest.mark.parametrize("held_out", always([False, True], True), ids=["test set", "held out"])
 def test_groups_of_measured_images(
     stripes: Path, others: Path, learned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, held_out: bool
 ) -> None:

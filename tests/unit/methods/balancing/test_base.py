@@ -186,7 +186,7 @@ def test_random_weights_follow_from_seed_and_step_alone() -> None:
 
 def test_random_draws_are_standard_normal() -> None:
     """The log-ratio of two weights is the difference of two draws over the temperature: variance 2 / temperature^2."""
-    count, temperature = 2000, 0.5
+    count, temperature = 500, 0.5
     pairs = [random_weights(step, temperature=temperature) for step in range(count)]
     ratios = np.array([math.log(found[0] / found[1]) for found in pairs])
     deviation = math.sqrt(2.0) / temperature

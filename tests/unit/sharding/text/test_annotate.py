@@ -88,14 +88,14 @@ sentences = (
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.lists(sentences, min_size=1, max_size=4))
 def test_alignment_of_word_pieces(batch: list[str]) -> None:
     tokenizer = word_piece()
     check_alignment(batch, tokenizer)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.lists(sentences, min_size=1, max_size=4))
 def test_alignment_of_any_other_tokenizer(batch: list[str]) -> None:
     tokenizer = byte_level()

@@ -63,6 +63,7 @@ def test_what_no_suffix_tells_is_left_out_and_said(tmp_path: Path, caplog: pytes
     assert "left out: 2 .rst, 1 README; --format text reads all" in caplog.text
 
 
+@pytest.mark.exhaustive  # all that Python carries is read
 def test_the_embedded_corpus_is_large_and_always_the_same() -> None:
     first = list(embedded_documents())
     assert list(itertools.islice(embedded_documents(), 150)) == first[:150]
