@@ -73,10 +73,10 @@ def seen(stats: StepStats) -> dict[str, float]:
     return {"loss": stats.loss, "grad_norm": stats.grad_norm, "lr": stats.lr}
 
 
-def uninterrupted(run_dir: Path, parts: int, changes: dict[str, Any]) -> list[dict[str, float]]:
+def uninterrupted(run_dir: Path, parts: int, changes: dict[str, Any] | None = None) -> list[dict[str, float]]:
     """One plain process with a checkpoint each STEPS; returns what the first step after each of them saw."""
     layout = Layout(engine="plain")
-    trainer = trainer_for(layout, small_config(layout, balancer={"estimate": "lagged"}, **changes))
+    trainer = trainer_for(layout, small_config(layout, balancer={"estimate": "lagged"}, **(changes or {})))
     trainer.engine.train(True)
     for _ in range(parts):
         for _ in range(STEPS):
@@ -87,10 +87,10 @@ def uninterrupted(run_dir: Path, parts: int, changes: dict[str, Any]) -> list[di
 
 
 def go_on(
-    layout: Layout, changes: dict[str, Any], checkpoint: Path | None, run_dir: Path, echo_dir: Path
+    layout: Layout, checkpoint: Path | None, run_dir: Path, echo_dir: Path, changes: dict[str, Any] | None = None
 ) -> dict[str, float]:
     """Load, save at once into echo_dir, train STEPS, save into run_dir; returns what the first step saw."""
-    trainer = trainer_for(layout, small_config(layout, balancer={"estimate": "lagged"}, **changes))
+    trainer = trainer_for(layout, small_config(layout, balancer={"estimate": "lagged"}, **(changes or {})))
     if checkpoint is not None:
         loaded = load(checkpoint, engine=trainer.engine, group=data_group())
         assert trainer.engine.optimizer_steps() == loaded.optimizer_steps == loaded.step
@@ -119,11 +119,11 @@ def distance(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
 @pytest.mark.parametrize("path", always(PATHS, "through every engine", "Muon"))
 def test_a_run_that_changes_its_engine_at_every_checkpoint(path: str, tmp_path: Path, two_ranks: Ranks) -> None:
     reference = tmp_path / "reference"
-    expected = uninterrupted(reference, len(PATHS[path]), CHANGES.get(path, {}))
+    expected = uninterrupted(reference, len(PATHS[path]), CHANGES.get(path))
     checkpoint: Path | None = None
     for number, layout in enumerate(PATHS[path]):
         step, echo = STEPS * (number + 1), tmp_path / f"echo{number}"
-        arguments = (layout, CHANGES.get(path, {}), checkpoint, tmp_path / "run", echo)
+        arguments = (layout, checkpoint, tmp_path / "run", echo, CHANGES.get(path))
         found = [go_on(*arguments)] if layout.engine == "plain" else two_ranks(go_on, *arguments)
         where = f"{path}, {layout.engine} stage {layout.stage} at step {step}"
         if checkpoint is not None:
