@@ -51,6 +51,12 @@ CASES: dict[str, dict[str, Any]] = {
     "jd": {"balancer__kind": "jd", "objective__next_sentence": "outside"},
     "uncertainty": {"balancer__kind": "uncertainty"},
     "group dro, average": {"balancer__kind": "group_dro", "hooks": "weight_average"},
+    "modern": {
+        "model__kind": "modern",
+        "model__dropout": 0.0,
+        "objective__next_sentence": "off",
+        "optimizer__kind": "muon",
+    },
     "mae_tiny": {},
     "mae_tiny color": {"multilevel__kind": "color"},
     "mm_mae_tiny": {},
@@ -107,7 +113,7 @@ def pretrain(command: list[str], recorder: type[RecordedOperations] = RecordedOp
 
 
 KEPT = (
-    *("bf16 weights", "lagged", "jd", "group dro, average", "mae_tiny color", "mm_mae_tiny gradnorm"),
+    *("bf16 weights", "lagged", "jd", "group dro, average", "modern", "mae_tiny color", "mm_mae_tiny gradnorm"),
     "adpe_tiny separate",
 )
 

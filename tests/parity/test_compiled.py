@@ -17,6 +17,7 @@ from torch._dynamo.utils import counters
 from tests.grids import always
 from tests.parity import test_learned_masks, test_modalities, test_uniformity
 from tests.parity.compare import too_far
+from tests.parity.test_partition import MODERN
 from tests.ranks import Ranks
 from tests.synthetic import TWO_RANKS, Layout, Result, make_engine, run, small_config
 from tests.synthetic_images import run_images
@@ -56,6 +57,15 @@ def test_one_rank_gives_the_weights_of_the_plain_run(how: str) -> None:
     found, graphs = compiled(Layout(micro_size=2), how)
     assert found.moved and too_far(found, reference()) == []
     assert graphs == GRAPHS[how]
+
+
+@pytest.mark.parametrize("how", always(GRAPHS, "whole"))
+def test_modern_encoders(how: str) -> None:
+    """Global blocks, local ones and the last are different graphs."""
+    changes = {**CHANGES, **{name: MODERN[name] for name in ("model", "objective")}}
+    found, graphs = traced(lambda: run(Layout(micro_size=2), {**changes, "training": {"compile": how, "steps": 5}}))
+    assert graphs >= GRAPHS[how]
+    assert too_far(found, run(Layout(micro_size=2), {**changes, "training": {"steps": 5}})) == []
 
 
 @pytest.mark.parametrize(("layout", "how"), always(product(LAYOUTS, GRAPHS), ("fsdp", "blocks")))
