@@ -25,7 +25,7 @@ HERE = {
     **LAYOUTS,
     "zero2_offload": Layout(engine="deepspeed", stage=2, document={"zero_optimization": OFFLOAD}),
 }
-every_engine = pytest.mark.parametrize("name", always(HERE, "plain", "ddp", "fsdp", "zero2", "zero3"))
+every_engine = pytest.mark.parametrize("name", always(HERE, "plain", "ddp", "fsdp", "zero3"))
 
 KINDS = {
     "unused decoder": ("recognition",),
