@@ -53,7 +53,7 @@ def orthogonalize(matrices: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Part:
+class MatrixPart:
     """Elements [start, stop) of the flattened matrix `number` on `rank`."""
 
     rank: int
@@ -66,14 +66,14 @@ class Part:
         return self.stop - self.start
 
 
-def covering_parts(parts: Sequence[Part], size: int, owner: int) -> list[Part]:
+def covering_parts(parts: Sequence[MatrixPart], size: int, owner: int) -> list[MatrixPart]:
     """Return parts that contain each of `size` elements once, in order; those of `owner` are preferred."""
-    chosen: list[Part] = []
+    chosen: list[MatrixPart] = []
     position = 0
     while position < size:
         usable = [part for part in parts if part.start <= position < part.stop]
         best = max(usable, key=lambda part: (part.rank == owner, part.stop, -part.rank))
-        chosen.append(Part(best.rank, best.number, position, best.stop))
+        chosen.append(MatrixPart(best.rank, best.number, position, best.stop))
         position = best.stop
     return chosen
 
@@ -93,7 +93,7 @@ def orthogonalize_all(matrices: Mapping[int, Tensor], dtype: torch.dtype) -> dic
     return results
 
 
-class Exchange:
+class MatrixExchange:
     """Sends the parts of matrices to one owner each, and whole matrices back to all ranks that have parts.
 
     Args:
@@ -104,7 +104,7 @@ class Exchange:
 
     def __init__(
         self,
-        parts: Sequence[Part],
+        parts: Sequence[MatrixPart],
         shapes: Sequence[Sequence[int]],
         group: Group,
         dtype: torch.dtype,
@@ -120,7 +120,7 @@ class Exchange:
         collected = [part for n in numbers for part in covering_parts(of_number[n], prod(shapes[n]), owners[n])]
         self.own = [number for number in numbers if owners[number] == group.rank]
 
-        def select(parts: Sequence[Part], holder: int, owner: int) -> list[Part]:
+        def select(parts: Sequence[MatrixPart], holder: int, owner: int) -> list[MatrixPart]:
             return [part for part in parts if part.rank == holder and owners[part.number] == owner]
 
         # By destination and by source, in the same order on both sides.
@@ -138,7 +138,7 @@ class Exchange:
         starts = {part.number: part.start for part in self.parts}
         by_number = {part.number: value for part, value in zip(self.parts, values, strict=True)}
 
-        def cut(part: Part) -> Tensor:
+        def cut(part: MatrixPart) -> Tensor:
             first = starts[part.number]
             return by_number[part.number][part.start - first : part.stop - first]
 
@@ -152,15 +152,18 @@ class Exchange:
         """Return the flat results of this rank's parts."""
         flat = {number: matrix.reshape(-1) for number, matrix in matrices.items()}
 
-        def cut(part: Part) -> Tensor:
+        def cut(part: MatrixPart) -> Tensor:
             return flat[part.number][part.start : part.stop]
 
         results = {part.number: value for part, value in self._send(self._to_parts, self._from_owners, cut)}
         return [results[part.number] for part in self.parts]
 
     def _send(
-        self, outgoing: list[list[Part]], incoming: list[list[Part]], value_of: Callable[[Part], Tensor]
-    ) -> list[tuple[Part, Tensor]]:
+        self,
+        outgoing: list[list[MatrixPart]],
+        incoming: list[list[MatrixPart]],
+        value_of: Callable[[MatrixPart], Tensor],
+    ) -> list[tuple[MatrixPart, Tensor]]:
         """Send parts by destination; return the received parts by source."""
         if self.group.size == 1:
             return [(part, value_of(part)) for part in outgoing[0]]
@@ -198,7 +201,7 @@ class Muon(MatrixOptimizer):
         named = list(parameters)
         hidden = {id(tensor) for group in groups if group["hidden"] for tensor in group["params"]}
         self._hidden = {number for number, (_, parameter) in enumerate(named) if id(parameter) in hidden}
-        self._exchanges: dict[tuple[int, ...], Exchange] = {}
+        self._exchanges: dict[tuple[int, ...], MatrixExchange] = {}
         super().__init__(groups, named, **settings)
 
     def moments(self, tensor: Tensor) -> tuple[str, ...]:
@@ -268,10 +271,10 @@ class Muon(MatrixOptimizer):
         key = tuple(map(id, tensors))
         if key not in self._exchanges:
             parts = [
-                Part(self.group.rank, extent.number, extent.start, extent.start + value.numel())
+                MatrixPart(self.group.rank, extent.number, extent.start, extent.start + value.numel())
                 for (_, extent), value in zip(extents, values, strict=True)
             ]
-            self._exchanges[key] = Exchange(parts, self.shapes, self.group, self.dtype, directions[0].device)
+            self._exchanges[key] = MatrixExchange(parts, self.shapes, self.group, self.dtype, directions[0].device)
         exchange = self._exchanges[key]
         results = exchange.distribute(orthogonalize_all(exchange.collect(values), self.dtype))
         updates = [torch.zeros_like(direction) for direction in directions]

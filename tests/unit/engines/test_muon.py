@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from trp_scale.config import OptimizerConfig
-from trp_scale.engines.muon import Muon, Part, covering_parts, orthogonalize
+from trp_scale.engines.muon import MatrixPart, Muon, covering_parts, orthogonalize
 from trp_scale.engines.optimizer import block_matrices, build_optimizer, set_learning_rate
 
 SETTINGS: dict[str, Any] = {"lr": 0.02, "beta1": 0.8, "beta2": 0.95, "weight_decay": 0.1, "momentum": 0.9}
@@ -156,9 +156,9 @@ def test_a_matrix_without_gradient_stays() -> None:
 def test_covering_parts_contain_each_element_once(cuts: list[int], owner: int, copies: bool) -> None:
     size = 20
     edges = sorted({0, size, *cuts})
-    parts = [Part(rank, 0, start, stop) for rank, (start, stop) in enumerate(pairwise(edges))]
+    parts = [MatrixPart(rank, 0, start, stop) for rank, (start, stop) in enumerate(pairwise(edges))]
     if copies:
-        parts.append(Part(owner, 0, 0, size))
+        parts.append(MatrixPart(owner, 0, 0, size))
     chosen = covering_parts(parts, size, owner)
     assert [element for part in chosen for element in range(part.start, part.stop)] == list(range(size))
     if copies:

@@ -38,14 +38,14 @@ class Rotation(NamedTuple):
     sines: Tensor
 
     @classmethod
-    def of_positions(cls, positions: Tensor, size: int, base: float) -> Rotation:
+    def from_positions(cls, positions: Tensor, size: int, base: float) -> Rotation:
         """Return the rotation of heads of `size` at positions [R or 1, S] (Su et al. 2021, eq. 34)."""
         steps = torch.arange(0, size, 2, dtype=torch.float32, device=positions.device)
         angles = positions[..., None].float() * base ** (-steps / size)  # [R, S, size / 2]
         angles = torch.cat([angles, angles], dim=-1)  # [R, S, size]
         return cls(angles.cos(), angles.sin())
 
-    def at(self, positions: Tensor) -> Rotation:
+    def gather(self, positions: Tensor) -> Rotation:
         """Return the rotation at positions [R, S] of the rows."""
         chosen = positions[..., None].expand(-1, -1, self.cosines.shape[-1])  # [R, S, size]
         rows = len(positions)
@@ -61,7 +61,7 @@ class Rotation(NamedTuple):
 
 
 class Surroundings(NamedTuple):
-    """What a layer knows of its rows besides the hidden states.
+    """Inputs of a layer besides the hidden states.
 
     Attributes:
         rotation: of all positions.
@@ -71,7 +71,7 @@ class Surroundings(NamedTuple):
     rotation: Rotation
     mask: Tensor | None
 
-    def mask_at(self, positions: Tensor) -> Tensor | None:
+    def gather_mask(self, positions: Tensor) -> Tensor | None:
         """Return the mask of queries at positions [R, S]."""
         if self.mask is None or self.mask.shape[2] == 1:
             return self.mask
@@ -94,7 +94,7 @@ def window_mask(mask: Tensor | None, length: int, reach: int, device: torch.devi
     return near if mask is None else near & mask | (distances == 0)
 
 
-class Attention(nn.Module):
+class AttentionMatrices(nn.Module):
     """Matrices of an attention layer."""
 
     def __init__(self, width: int) -> None:
@@ -126,7 +126,7 @@ class ModernLayer(nn.Module):
         self.head_size = width // model.heads
         # The embeddings have a norm already.
         self.attn_norm = make_norm(model) if number else nn.Identity()
-        self.attn = Attention(width)
+        self.attn = AttentionMatrices(width)
         self.mlp_norm = make_norm(model)
         self.mlp = GatedFeedForward(width, model.intermediate_size)
 
@@ -172,10 +172,10 @@ class LastModernLayer(ModernLayer):
         chosen = positions[:, None, :, None].expand(-1, queries.shape[1], -1, queries.shape[3])  # [R, H, S, D / H]
         rotation = surroundings.rotation
         context = attend(
-            rotation.at(positions).apply(queries.gather(2, chosen)),
+            rotation.gather(positions).apply(queries.gather(2, chosen)),
             rotation.apply(keys),
             values,
-            surroundings.mask_at(positions),
+            surroundings.gather_mask(positions),
         )  # [R, H, S, D / H]
         width = hidden.shape[-1]
         if places is None:
@@ -360,8 +360,8 @@ class ModernBertForMaskedPositions(nn.Module):
         mask = None if attention_mask is None else attention_mask[:, None, None, :]  # [R, 1, 1, L]
         local = window_mask(mask, length, settings.local_attention // 2, tokens.device)
         return {
-            True: Surroundings(Rotation.of_positions(positions, size, settings.global_rotary_base), mask),
-            False: Surroundings(Rotation.of_positions(positions, size, settings.local_rotary_base), local),
+            True: Surroundings(Rotation.from_positions(positions, size, settings.global_rotary_base), mask),
+            False: Surroundings(Rotation.from_positions(positions, size, settings.local_rotary_base), local),
         }
 
     def varying(

@@ -143,7 +143,7 @@ def test_the_product_of_rotated_queries_and_keys_depends_on_their_distance() -> 
     queries, keys = (torch.randn(1, 1, 1, 8, dtype=torch.float64) for _ in range(2))
 
     def product(first: int, second: int) -> float:
-        rotations = [Rotation.of_positions(torch.tensor([[position]]), 8, 100.0) for position in (first, second)]
+        rotations = [Rotation.from_positions(torch.tensor([[position]]), 8, 100.0) for position in (first, second)]
         return float((rotations[0].apply(queries) * rotations[1].apply(keys)).sum())
 
     assert product(3, 7) == pytest.approx(product(13, 17), rel=1e-5)
