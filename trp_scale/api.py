@@ -58,6 +58,7 @@ def pretrain(
     ds_config: StrPath | None = None,
     module: StrPath | Sequence[StrPath] = (),
     resume: StrPath = "auto",
+    start_from: StrPath = "",
     **settings: Any,
 ) -> Run:
     """Pre-train an encoder, as `trp-scale pretrain` does.
@@ -71,7 +72,7 @@ def pretrain(
         recipe: name of a recipe, or path of a .yaml file.
         hooks: names, registered classes, or their settings such as `Lookahead.Settings(every=10)`, in order; `None` =
             those of the recipe.
-        run_dir, engine, ds_config, resume: as the command's flags.
+        run_dir, engine, ds_config, resume: as the command's flags; start_from: as --from.
         module: files or dotted names of modules that register components; imported modules and the script itself can be
             left out.
         settings: differences from the recipe, a mapping per section: `training={"steps": 100}, balancer={"kind":
@@ -99,6 +100,7 @@ def pretrain(
         engine=engine,
         ds_config=None if ds_config is None else Path(ds_config),
         resume=os.fspath(resume),
+        start_from=os.fspath(start_from),
     )
     arguments = make_arguments(parsed, names, sections)
     if MAIN[0] in arguments.module and arguments.config.data.workers:

@@ -17,6 +17,7 @@ from torch import nn
 from trp_scale.config import Config, RefusedError
 from trp_scale.config.checks import check_engine
 from trp_scale.engines.ddp import BUCKET_BYTES, ReducedParameter, cut_into_buckets
+from trp_scale.engines.optimizer import block_matrices
 from trp_scale.planning.clusters import Cluster
 from trp_scale.planning.counting import Checkpointing, Counted
 from trp_scale.planning.tensor_parallel import declared_plan, degrees
@@ -201,6 +202,21 @@ class Layout:
         tasks = len(counted.outline.objective.tasks)
         yield Collective(kind="all-reduce", size=8 * (tasks + 2), phase="start")  # counts, wishes to stop
         yield Collective(kind="all-reduce", size=16 * tasks, phase="update")  # losses
+        if counted.config.optimizer.kind == "muon":
+            replicated = self.states(counted, ranks, several=False)["moments"] >= 2 * MASTER * counted.parameters
+            yield from matrix_exchange(counted, ranks, replicated)
+
+
+def matrix_exchange(counted: Counted, ranks: int, replicated: bool) -> Iterator[Collective]:
+    """Yield Muon's all-to-alls, which a rank waits for: parts of matrices to their owners, and results back. Replicas
+    need only the second, with all results for each rank."""
+    hidden = block_matrices(counted.model)
+    elements = sum(parameter.numel() for name, parameter in counted.model.named_parameters() if name in hidden)
+    size = elements * (MASTER if counted.config.training.precision == "fp32" else MASTER // 2)
+    times = 1 if replicated else 2
+    yield Collective(
+        kind="gather", size=size if replicated else size // ranks, phase="update", times=times, hides=False
+    )
 
 
 def sizes(config: Config) -> dict[str, Any]:

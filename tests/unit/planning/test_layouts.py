@@ -47,6 +47,17 @@ def test_ddp_sums_all_gradients_once_whatever_the_accumulation() -> None:
     assert sent(messages(DdpLayout(engine="ddp", sent=2)), "all-reduce") == [200]
 
 
+@pytest.mark.parametrize(
+    ("layout", "sizes"), [(DdpLayout(engine="ddp"), [192]), (FsdpLayout(engine="fsdp"), [96] * 2)], ids=["ddp", "fsdp"]
+)
+def test_muon_sends_the_matrices_of_the_blocks(layout: Layout, sizes: list[int]) -> None:
+    """3 blocks of 16 numbers in fp32; shards go to their owners and back, replicas get all of the others' results."""
+    run = counted()
+    run.config.optimizer.kind = "muon"
+    found = traffic(run, layout, ranks=2, micro=5, accumulation=1)
+    assert sent([each for each in found if each.phase == "update"], "gather") == sizes
+
+
 def test_fsdp_gathers_blocks_twice_and_the_rest_once_in_each_micro_batch() -> None:
     """2 x 3 blocks of 20 numbers and once 40; gradients of each unit once a window."""
     once = messages(FsdpLayout(engine="fsdp"))
