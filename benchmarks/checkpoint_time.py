@@ -25,9 +25,9 @@ from benchmarks.steps import StepOptions, endless, trainer_of
 from benchmarks.workloads import text_workload
 from trp_scale.checkpoint.manager import Content
 from trp_scale.checkpoint.writer import CheckpointWriter
-from trp_scale.config import CheckpointConfig, TextModelConfig
+from trp_scale.config import CheckpointConfig
 from trp_scale.distributed.groups import ALONE
-from trp_scale.pretraining.pos_bert.settings import PosBertConfig
+from trp_scale.pretraining.pos_bert.settings import PosBertConfig, PosBertModelConfig
 from trp_scale.training.loop import Trainer
 
 NONE, BLOCKING, BEHIND = "none", "blocking", "asynchronous"
@@ -64,7 +64,7 @@ def time_round(trainer: Trainer, writer: CheckpointWriter | None, steps: int) ->
 
 def measure(options: Options, directory: Path) -> dict[str, list[tuple[float, float]]]:
     """Return the rounds of each way."""
-    config = PosBertConfig(model=TextModelConfig(layers=options.layers, max_positions=128))
+    config = PosBertConfig(model=PosBertModelConfig(layers=options.layers, max_positions=128))
     work = text_workload(endless(config, options.rows, precision=options.precision))
     trainer = trainer_of(work.plain(options.device()), work)
     trainer.train_step()

@@ -41,12 +41,12 @@ from benchmarks.workloads import (
     small_bert,
     text_workload,
 )
-from trp_scale.config import TextModelConfig
 from trp_scale.config.registry import make_settings
 from trp_scale.core.run import task_losses
 from trp_scale.engines.captured import RECORDERS, Captured
 from trp_scale.engines.plain import PlainEngine
 from trp_scale.pretraining.base import DataFacts
+from trp_scale.pretraining.pos_bert.settings import PosBertModelConfig
 from trp_scale.training.loop import Trainer
 
 Model = Callable[[Setting, int], Workload]
@@ -66,7 +66,7 @@ BERT = "BERT-base, 128 tokens"
 def bert(setting: Setting, rows: int, *, balancer: str = "minimax", length: int = 0, size: str = "base") -> Workload:
     """PoS-BERT over sequences of `length` tokens, the shortest of the setting's if it is 0."""
     length = length or min(setting.lengths)
-    model = setting.base if size == "base" or setting.small else set_encoder(TextModelConfig(), *ENCODERS["large"])
+    model = setting.base if size == "base" or setting.small else set_encoder(PosBertModelConfig(), *ENCODERS["large"])
     config = text_config(model, rows=rows, balancer=BALANCING[balancer][0])
     config.masking.limit = setting.lengths[length]
     return text_workload(config, length, setting.lengths[length])

@@ -18,7 +18,6 @@ import torch
 
 from benchmarks.steps import Notes, Precision, Workload, endless, trainer_of
 from benchmarks.workloads import small_bert, text_workload
-from trp_scale.config import TextModelConfig
 from trp_scale.config.images import ImagePretrainConfig
 from trp_scale.config.registry import make_settings
 from trp_scale.config.settings import Settings
@@ -26,7 +25,7 @@ from trp_scale.core.engine import Engine
 from trp_scale.distributed.environment import Environment
 from trp_scale.engines.build import build_engine
 from trp_scale.engines.captured import RECORDERS
-from trp_scale.pretraining.pos_bert.settings import PosBertConfig
+from trp_scale.pretraining.pos_bert.settings import PosBertConfig, PosBertModelConfig
 from trp_scale.training.loop import Trainer
 from trp_scale.training.observer import peak_flops
 
@@ -81,14 +80,14 @@ class Setting:
         return torch.cuda.get_device_name(self.device) if self.on_gpu else "cpu"
 
     @property
-    def base(self) -> TextModelConfig:
+    def base(self) -> PosBertModelConfig:
         """BERT-base; the model whose speed and memory are measured."""
         if self.small:
-            return TextModelConfig(layers=2, hidden_size=32, heads=2, intermediate_size=64, max_positions=64)
-        return TextModelConfig()
+            return PosBertModelConfig(layers=2, hidden_size=32, heads=2, intermediate_size=64, max_positions=64)
+        return PosBertModelConfig()
 
     @property
-    def checked(self) -> TextModelConfig:
+    def checked(self) -> PosBertModelConfig:
         """A model small enough to train many times: its engines are compared, without dropout."""
         if self.small:
             return replace(self.base, dropout=0.0)
@@ -112,7 +111,7 @@ def lacking(layout: str) -> str:
 
 
 def text_config(
-    model: TextModelConfig,
+    model: PosBertModelConfig,
     *,
     rows: int,
     accumulation: int = 1,
@@ -126,7 +125,7 @@ def text_config(
     return endless(config, rows, accumulation=accumulation, precision=precision)
 
 
-def text(setting: Setting, model: TextModelConfig, length: int = 0, **settings: Any) -> Workload:
+def text(setting: Setting, model: PosBertModelConfig, length: int = 0, **settings: Any) -> Workload:
     """PoS-BERT over sequences of one of the setting's lengths, the shortest if it is 0; `settings` of `text_config`."""
     length = length or min(setting.lengths)
     return text_workload(text_config(model, **settings), length, setting.lengths[length])

@@ -44,7 +44,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.rounds import Answer, on_ranks
 from benchmarks.steps import micro_batches
 from benchmarks.workloads import LENGTH, masks_trainer, set_encoder, text_workload
-from trp_scale.config import BatchConfig, Config, ModelConfig, OptimizerConfig, TextModelConfig
+from trp_scale.config import BatchConfig, Config, ModelConfig, OptimizerConfig
 from trp_scale.config.images import CropsConfig, MaeMaskingConfig, MaeVisionConfig
 from trp_scale.config.registry import make_settings
 from trp_scale.core.engine import Engine
@@ -53,7 +53,7 @@ from trp_scale.engines.build import build_engine, build_second_engine
 from trp_scale.models.initialise import build_with_initialisers
 from trp_scale.pretraining.mae.settings import MaeConfig
 from trp_scale.pretraining.pos_bert.model import BertForMaskedPositions
-from trp_scale.pretraining.pos_bert.settings import PosBertConfig
+from trp_scale.pretraining.pos_bert.settings import PosBertConfig, PosBertModelConfig
 
 ROWS, STEPS = 2, 3
 LAYOUTS = {"plain": ("plain", 1, 16), "fsdp": ("fsdp", 2, 16), "zero3": ("deepspeed", 2, 20)}
@@ -121,7 +121,7 @@ def engine_on(
 def settings(options: Options, world: int) -> PosBertConfig:
     """Return the settings of a run on `world` ranks."""
     return PosBertConfig(
-        model=set_encoder(TextModelConfig(max_positions=LENGTH), options.layers, options.hidden_size),
+        model=set_encoder(PosBertModelConfig(max_positions=LENGTH), options.layers, options.hidden_size),
         batch=BatchConfig(global_size=ROWS * world, micro_size=ROWS),
         optimizer=OptimizerConfig(warmup_steps=0),
         balancer=make_settings("balancer", "uniform"),

@@ -49,7 +49,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.gpu_setting import text_config
 from benchmarks.steps import Precision, Workload, endless, trainer_of
 from benchmarks.workloads import MM_MAE, EncoderSize, build_workload, image_recipe, text_workload
-from trp_scale.config import PretrainConfig, TextModelConfig
+from trp_scale.config import PretrainConfig
 from trp_scale.config.images import ImagePretrainConfig
 from trp_scale.config.loader import load_recipe
 from trp_scale.config.registry import make_settings
@@ -58,6 +58,7 @@ from trp_scale.core.hooks import StepContext
 from trp_scale.engines.plain import PlainEngine
 from trp_scale.models.counting import RecordsOperations, gpu_attention, launches, replace_parameters, storage
 from trp_scale.pretraining.mae.settings import MaeConfig
+from trp_scale.pretraining.pos_bert.settings import PosBertModelConfig
 from trp_scale.training.decisions import Agreed
 
 CPU = torch.device("cpu")
@@ -220,7 +221,7 @@ def workload_of(model: Model, precision: Precision, rows: int = 0, adversary: st
     rows = rows or model.rows
     if model.length:
         recipe = load_recipe(model.recipe)
-        assert isinstance(recipe.model, TextModelConfig)
+        assert isinstance(recipe.model, PosBertModelConfig)
         config = text_config(recipe.model, rows=rows, precision=precision, balancer=recipe.balancer)
         return text_workload(config, model.length, round(0.15 * model.length))
     images = endless(image_recipe(model.recipe, ImagePretrainConfig, model.size), rows, precision=precision)

@@ -35,12 +35,11 @@ from benchmarks.gpu_setting import ENGINES, Setting, engine_of, text_config
 from benchmarks.rounds import on_ranks
 from benchmarks.steps import Precision, Workload, endless, trainer_of, whole_step
 from benchmarks.workloads import LENGTH, mae_workload, random_batch, random_images, set_encoder, text_workload
-from trp_scale.config import TextModelConfig
 from trp_scale.config.loader import load_recipe
 from trp_scale.config.registry import make_settings
 from trp_scale.distributed.environment import Environment
 from trp_scale.pretraining.mae.settings import MaeConfig
-from trp_scale.pretraining.pos_bert.settings import PosBertConfig
+from trp_scale.pretraining.pos_bert.settings import PosBertConfig, PosBertModelConfig
 from trp_scale.training.loop import Trainer
 
 ACCUMULATIONS = (1, 4)
@@ -118,7 +117,7 @@ def workload(options: Options, world: int, accumulation: int = 1) -> Workload:
 
 def bert(options: Options, micro_batches: int, precision: Precision) -> PosBertConfig:
     """Settings of a run whose step has so many micro-batches over all ranks."""
-    model = set_encoder(TextModelConfig(max_positions=LENGTH, dropout=0.0), options.layers, options.hidden_size)
+    model = set_encoder(PosBertModelConfig(max_positions=LENGTH, dropout=0.0), options.layers, options.hidden_size)
     return text_config(model, rows=options.rows, accumulation=micro_batches, precision=precision)
 
 

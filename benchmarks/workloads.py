@@ -17,7 +17,7 @@ from benchmarks.steps import (
     loop_over,
     micro_batches,
 )
-from trp_scale.config import PretrainConfig, TextModelConfig
+from trp_scale.config import PretrainConfig
 from trp_scale.config.images import split_patches
 from trp_scale.config.loader import load_recipe
 from trp_scale.core.batch import Batch, WindowSource
@@ -34,7 +34,7 @@ from trp_scale.pretraining.mm_mae.model import MultimodalMaskedAutoencoder
 from trp_scale.pretraining.mm_mae.settings import MmMaeConfig
 from trp_scale.pretraining.mm_mae.upstream import MultimodalReconstruction
 from trp_scale.pretraining.pos_bert.model import BertForMaskedPositions
-from trp_scale.pretraining.pos_bert.settings import PosBertConfig
+from trp_scale.pretraining.pos_bert.settings import PosBertConfig, PosBertModelConfig
 from trp_scale.pretraining.pos_bert.upstream import PosMaskedLanguageModelling
 from trp_scale.training.loop import Trainer
 
@@ -52,9 +52,9 @@ def set_encoder(model: Model, layers: int, width: int) -> Model:
     return model
 
 
-def small_bert(dropout: float = 0.1) -> TextModelConfig:
+def small_bert(dropout: float = 0.1) -> PosBertModelConfig:
     """4 layers x 256."""
-    return set_encoder(TextModelConfig(max_positions=LENGTH, dropout=dropout), 4, 256)
+    return set_encoder(PosBertModelConfig(max_positions=LENGTH, dropout=dropout), 4, 256)
 
 
 def random_batch(rows: int, length: int = LENGTH, masked: int = MASKED) -> Batch:
