@@ -354,10 +354,9 @@ class MegatronEngine(DdpEngine):
         self.partial = [parameter for name, parameter in self.named_parameters() if name in partial]
         if isinstance(optimizer, MatrixOptimizer):
             # Replicated parameters are counted on each rank; this cancels in LAMB's ratio of two norms.
-            optimizer.hold(
-                [parameter for _, parameter in self.named_parameters()],
-                self.world if self.shards_moments else self.tensor_group,
-            )
+            parameters = [parameter for _, parameter in self.named_parameters()]
+            group = self.world if self.shards_moments else self.tensor_group
+            optimizer.shard(parameters, lambda tensor: tensor, lambda _: 0, group)
         return optimizer
 
     def _boxes(self, name: str, shape: tuple[int, ...]) -> list[Box]:

@@ -188,6 +188,8 @@ class Muon(MatrixOptimizer):
         dtype: precision of the iteration and of what is sent.
     """
 
+    shares_work = True
+
     def __init__(
         self,
         groups: list[dict[str, Any]],

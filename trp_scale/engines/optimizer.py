@@ -148,6 +148,8 @@ class MatrixOptimizer(torch.optim.AdamW):
     """
 
     found_inf: Tensor | None = None
+    shares_work = False
+    """Whether replicas divide the matrices among themselves."""
 
     def __init__(
         self,
@@ -164,9 +166,9 @@ class MatrixOptimizer(torch.optim.AdamW):
         self.shapes = [whole_shape(parameter) for _, parameter in named]
         self.hold([parameter for _, parameter in named])
 
-    def hold(self, tensors: Sequence[Tensor], group: Group = ALONE) -> None:
-        """Set the tensors to update: the whole parameters, which all ranks of the group have."""
-        self.shard(tensors, lambda tensor: tensor, lambda _: 0, group)
+    def hold(self, tensors: Sequence[Tensor], replicas: Group = ALONE) -> None:
+        """Set the tensors to update: the whole parameters, which all ranks of `replicas` have."""
+        self.shard(tensors, lambda tensor: tensor, lambda _: 0, replicas if self.shares_work else ALONE)
 
     def shard(
         self,
