@@ -35,9 +35,8 @@ LANGUAGES = ("bash", "python")
 def write_texts(directory: Path, first: int) -> None:
     """Twenty short English texts."""
     directory.mkdir(parents=True)
-    for number, (_, text) in enumerate(embedded_documents()):
-        if first <= number < first + 20:
-            (directory / f"{number}.txt").write_text(text[:3000], encoding="utf-8")
+    for number, (_, text) in enumerate(islice(embedded_documents(), first, first + 20)):
+        (directory / f"{first + number}.txt").write_text(text[:3000], encoding="utf-8")
 
 
 def write_image(path: Path, seed: int) -> None:
