@@ -183,11 +183,11 @@ PATH = [Layout(), TWO_BY_TWO, COPIES["hpZ"], hybrid(1, micro_size=1), Layout()]
 
 def test_a_checkpoint_goes_to_other_layouts_and_back(four_ranks: Ranks, tmp_path: Path) -> None:
     reference = tmp_path / "reference"
-    expected = uninterrupted(reference, len(PATH), {})
+    expected = uninterrupted(reference, len(PATH))
     checkpoint: Path | None = None
     for number, layout in enumerate(PATH):
         step, echo = 2 * (number + 1), tmp_path / f"echo{number}"
-        arguments = (layout, {}, checkpoint, tmp_path / "run", echo)
+        arguments = (layout, checkpoint, tmp_path / "run", echo)
         found = [go_on(*arguments)] if layout.engine == "plain" else four_ranks(go_on, *arguments)
         if checkpoint is not None:
             stored, again = states(checkpoint), states(step_path(echo, step - 2))

@@ -84,10 +84,10 @@ def test_weights_and_moments_lie_in_files_that_nobody_has_to_remove(two_ranks: R
 
 
 def test_a_checkpoint_on_disk_goes_on(two_ranks: Ranks, tmp_path: Path) -> None:
-    expected = uninterrupted(tmp_path / "reference", 2, {})
+    expected = uninterrupted(tmp_path / "reference", 2)
     checkpoint: Path | None = None
     for number, layout in enumerate((Layout(engine="fsdp"), on_disk(tmp_path))):
-        found = two_ranks(go_on, layout, {}, checkpoint, tmp_path / "run", tmp_path / f"echo{number}")
+        found = two_ranks(go_on, layout, checkpoint, tmp_path / "run", tmp_path / f"echo{number}")
         assert all(values == pytest.approx(expected[number], rel=1e-5) for values in found)
         checkpoint = step_path(tmp_path / "run", 2 * (number + 1))
 
@@ -175,11 +175,11 @@ def test_the_host_s_own_adam_is_adamw(two_ranks: Ranks, stage: int) -> None:
 @pytest.mark.usefixtures("built")
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_checkpoint_of_the_host_s_own_adam_goes_on(two_ranks: Ranks, stage: int, tmp_path: Path) -> None:
-    expected = uninterrupted(tmp_path / "reference", 3, {})
+    expected = uninterrupted(tmp_path / "reference", 3)
     checkpoint: Path | None = None
     for number, layout in enumerate((Layout(engine="fsdp"), host_adam(stage), host_adam(stage))):
         step = 2 * (number + 1)
-        found = two_ranks(go_on, layout, {}, checkpoint, tmp_path / "run", tmp_path / f"echo{number}")
+        found = two_ranks(go_on, layout, checkpoint, tmp_path / "run", tmp_path / f"echo{number}")
         assert all(values == pytest.approx(expected[number], rel=1e-5) for values in found)
         checkpoint = step_path(tmp_path / "run", step)
         present, wanted = states(checkpoint), states(step_path(tmp_path / "reference", step))
