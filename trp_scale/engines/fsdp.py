@@ -130,8 +130,6 @@ class FsdpEngine(PlainEngine):
     def build_optimizer(self, module: nn.Module) -> torch.optim.Optimizer:
         optimizer = super().build_optimizer(module)
         if isinstance(optimizer, MatrixOptimizer):
-            if self.offloads and self.config.optimizer.kind == "muon":
-                raise EngineError("--optimizer.kind muon does not work with --fsdp.offload; allowed: adamw, lamb, sgd")
             # The data ranks count copies too: in LAMB's ratio of norms this cancels.
             optimizer.shard(list(module.parameters()), self.local, self.first_element, self.data_group)
         if self.config.fsdp.offload_directory and isinstance(optimizer, torch.optim.AdamW):

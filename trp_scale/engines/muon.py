@@ -207,7 +207,6 @@ class Muon(MatrixOptimizer):
         super().__init__(groups, named, **settings)
 
     def moments(self, tensor: Tensor) -> tuple[str, ...]:
-        """Return the names of the moments of a tensor."""
         is_hidden = any(extent.number in self._hidden for extent in self.extents[id(tensor)])
         return STATE_NAMES[:1] if is_hidden else STATE_NAMES
 

@@ -145,6 +145,7 @@ class MatrixOptimizer(torch.optim.AdamW):
     Args:
         groups: result of decay_groups.
         parameters: all parameters by name, in the same order on all ranks.
+        settings: lr, betas and eps.
     """
 
     found_inf: Tensor | None = None
@@ -155,16 +156,17 @@ class MatrixOptimizer(torch.optim.AdamW):
         self,
         groups: list[dict[str, Any]],
         parameters: Iterable[tuple[str, nn.Parameter]],
-        *,
-        lr: float,
-        betas: tuple[float, float],
-        eps: float,
+        **settings: Any,
     ) -> None:
-        super().__init__(groups, lr=lr, betas=betas, eps=eps, fused=True)
+        super().__init__(groups, **settings, fused=True)
         named = list(parameters)
         self.numbers = {name: number for number, (name, _) in enumerate(named)}
         self.shapes = [whole_shape(parameter) for _, parameter in named]
         self.hold([parameter for _, parameter in named])
+
+    def moments(self, tensor: Tensor) -> tuple[str, ...]:
+        """Return the names of the moments of a tensor."""
+        return STATE_NAMES
 
     def hold(self, tensors: Sequence[Tensor], replicas: Group = ALONE) -> None:
         """Set the tensors to update: the whole parameters, which all ranks of `replicas` have."""
@@ -273,7 +275,7 @@ def empty_state(
     optimizer: torch.optim.Optimizer, parameter: Tensor, zeros_like: Callable[[Tensor], Tensor] = torch.zeros_like
 ) -> dict[str, Tensor]:
     """Return the initial state of a tensor that fused AdamW, LAMB or Muon updates."""
-    moments = getattr(optimizer, "moments", lambda _: STATE_NAMES)(parameter)
+    moments = optimizer.moments(parameter) if isinstance(optimizer, MatrixOptimizer) else STATE_NAMES
     step = torch.zeros((), dtype=torch.float32, device=parameter.device)
     return {"step": step, **{name: zeros_like(parameter) for name in moments}}
 

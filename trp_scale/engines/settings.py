@@ -43,6 +43,10 @@ class FsdpRules(EngineRules):
     shards_everything = True
     layouts = "trp_scale.planning.layouts:FsdpLayout"
 
+    def refusals(self, config: Config) -> Iterator[str]:
+        if config.fsdp.offload and config.optimizer.kind == "muon":
+            yield "--optimizer.kind is muon, which computes on the GPU, with --fsdp.offload; allowed: adamw, lamb, sgd"
+
     def keeps_states_in_files(self, config: Config) -> bool:
         return bool(config.fsdp.offload_directory)
 

@@ -98,7 +98,7 @@ class LearnedMasksSettings(MultilevelSettings):
                 f"--training.precision is fp16 but --multilevel.kind is {self.kind}: half-precision weights round the "
                 "finite difference away; allowed: bf16, fp32"
             )
-        if config.optimizer.kind in ("lamb", "muon"):
+        if config.optimizer.kind not in ("adamw", "sgd"):
             yield (
                 f"--optimizer.kind is {config.optimizer.kind} but --multilevel.kind is {self.kind}, which can "
                 "differentiate only steps of AdamW and of gradient descent; allowed: adamw, sgd"

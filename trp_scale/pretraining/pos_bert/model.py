@@ -217,25 +217,38 @@ class PredictionTransform(nn.Module):
         return self.LayerNorm(F.gelu(hidden))  # type: ignore[no-any-return]
 
 
-class PredictionHead(nn.Module):
+class Decoder(nn.Module):
     """Logits over the padded vocabulary with the word embeddings as weights."""
 
     out_of_vocabulary: Tensor
 
-    def __init__(self, hidden_size: int, eps: float, vocab_size: int) -> None:
+    def __init__(self, vocab_size: int) -> None:
         super().__init__()
         padded = padded_vocabulary(vocab_size)
-        self.transform = PredictionTransform(hidden_size, eps)
         self.bias = nn.Parameter(torch.zeros(padded))
         # Padding gets a bias of -inf: a slice of the logits would copy the model's largest tensor.
         mask = torch.zeros(padded)
         mask[vocab_size:] = -torch.inf
         self.register_buffer("out_of_vocabulary", mask, persistent=False)
 
-    def forward(self, hidden: Tensor, embeddings: Tensor, tap: Tensor | None = None) -> Tensor:
+    def logits(self, hidden: Tensor, embeddings: Tensor) -> Tensor:
         # DeepSpeed casts parameters to bf16 or fp16, but not buffers.
-        bias = self.bias + self.out_of_vocabulary.to(self.bias.dtype)
-        return F.linear(self.transform(hidden, tap), embeddings, bias)
+        return F.linear(hidden, embeddings, self.bias + self.out_of_vocabulary.to(self.bias.dtype))
+
+    def set_bias(self, values: Tensor) -> None:
+        """Set the bias to these logits, [V]; that of padding stays 0."""
+        set_value(self.bias, lambda: F.pad(values, (0, len(self.bias) - len(values))))
+
+
+class PredictionHead(Decoder):
+    """Transform and decoder."""
+
+    def __init__(self, hidden_size: int, eps: float, vocab_size: int) -> None:
+        super().__init__(vocab_size)
+        self.transform = PredictionTransform(hidden_size, eps)
+
+    def forward(self, hidden: Tensor, embeddings: Tensor, tap: Tensor | None = None) -> Tensor:
+        return self.logits(self.transform(hidden, tap), embeddings)
 
 
 class PretrainingHeads(nn.Module):
@@ -372,5 +385,4 @@ class BertForMaskedPositions(nn.Module):
 
     def set_output_bias(self, values: Tensor) -> None:
         """Set the bias of the word prediction to these logits, [V]; that of padding stays 0."""
-        bias = self.cls.predictions.bias
-        set_value(bias, lambda: F.pad(values, (0, len(bias) - len(values))))
+        self.cls.predictions.set_bias(values)

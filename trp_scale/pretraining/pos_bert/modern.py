@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from transformers import ModernBertConfig, ModernBertForMaskedLM
 
 from trp_scale.models.attention import attend
-from trp_scale.models.initialise import initialise_modern, set_value
+from trp_scale.models.initialise import initialise_modern
 from trp_scale.models.tensor_plan import WHOLE, Cut, TensorPlan
 from trp_scale.pretraining.pos_bert.model import (
     BertOutput,
+    Decoder,
     KeptPositions,
     RowsToList,
     WordLosses,
@@ -60,7 +61,7 @@ class Rotation(NamedTuple):
         return (wide * cosines + turned * sines).to(heads.dtype)
 
 
-class Surroundings(NamedTuple):
+class AttentionInputs(NamedTuple):
     """Inputs of a layer besides the hidden states.
 
     Attributes:
@@ -130,10 +131,10 @@ class ModernLayer(nn.Module):
         self.mlp_norm = make_norm(model)
         self.mlp = GatedFeedForward(width, model.intermediate_size)
 
-    def forward(self, hidden: Tensor, surroundings: Surroundings, places: KeptPositions | None = None) -> Tensor:
+    def forward(self, hidden: Tensor, attention_inputs: AttentionInputs, places: KeptPositions | None = None) -> Tensor:
         """[R, L, D] -> [R, L, D]; with places, [K, D] -> [K, D]."""
         queries, keys, values = self.project(hidden, places)
-        rotation, mask = surroundings
+        rotation, mask = attention_inputs
         context = attend(rotation.apply(queries), rotation.apply(keys), values, mask)  # [R, H, L, D / H]
         context = context.transpose(1, 2).flatten(2)  # [R, L, D]
         if places is not None:
@@ -165,17 +166,17 @@ class LastModernLayer(ModernLayer):
     are projected, because one matrix product is faster than two."""
 
     def forward(  # type: ignore[override]
-        self, hidden: Tensor, surroundings: Surroundings, positions: Tensor, places: KeptPositions | None = None
+        self, hidden: Tensor, attention_inputs: AttentionInputs, positions: Tensor, places: KeptPositions | None = None
     ) -> Tensor:
         """Compute `ModernLayer` at positions [R, S] -> [R, S, D]; a list must contain them."""
         queries, keys, values = self.project(hidden, places)
         chosen = positions[:, None, :, None].expand(-1, queries.shape[1], -1, queries.shape[3])  # [R, H, S, D / H]
-        rotation = surroundings.rotation
+        rotation = attention_inputs.rotation
         context = attend(
             rotation.gather(positions).apply(queries.gather(2, chosen)),
             rotation.apply(keys),
             values,
-            surroundings.gather_mask(positions),
+            attention_inputs.gather_mask(positions),
         )  # [R, H, S, D / H]
         width = hidden.shape[-1]
         if places is None:
@@ -228,21 +229,11 @@ class ModernTransform(nn.Module):
         return self.norm(F.gelu(hidden))  # type: ignore[no-any-return]
 
 
-class ModernDecoder(nn.Module):
-    """Logits over the padded vocabulary with the word embeddings as weights."""
-
-    out_of_vocabulary: Tensor
-
-    def __init__(self, vocab_size: int) -> None:
-        super().__init__()
-        padded = padded_vocabulary(vocab_size)
-        self.bias = nn.Parameter(torch.zeros(padded))
-        mask = torch.zeros(padded)
-        mask[vocab_size:] = -torch.inf
-        self.register_buffer("out_of_vocabulary", mask, persistent=False)
+class ModernDecoder(Decoder):
+    """Decoder that is a module of its own."""
 
     def forward(self, hidden: Tensor, embeddings: Tensor) -> Tensor:
-        return F.linear(hidden, embeddings, self.bias + self.out_of_vocabulary.to(self.bias.dtype))
+        return self.logits(hidden, embeddings)
 
 
 class ModernBertForMaskedPositions(nn.Module):
@@ -327,7 +318,7 @@ class ModernBertForMaskedPositions(nn.Module):
         assert kept is None or attention_mask is not None, "kept needs a mask"
         places = None if kept is None else KeptPositions.from_mask(kept, tokens)
         hidden = self.model.embeddings(tokens if kept is None else tokens.flatten()[kept])  # [R, L, D], or [K, D]
-        kinds = self.surroundings(tokens, attention_mask)
+        kinds = self.attention_inputs(tokens, attention_mask)
         *layers, last = self.layers
         for number, layer in enumerate(layers):
             hidden = layer(hidden, kinds[self.is_global(number)], places=places)
@@ -352,7 +343,7 @@ class ModernBertForMaskedPositions(nn.Module):
         """Return whether a layer attends to all positions."""
         return number % self.settings.global_every == 0
 
-    def surroundings(self, tokens: Tensor, attention_mask: Tensor | None) -> dict[bool, Surroundings]:
+    def attention_inputs(self, tokens: Tensor, attention_mask: Tensor | None) -> dict[bool, AttentionInputs]:
         """Return rotation and mask of global (True) and of local layers, for tokens [R, L]."""
         settings, length = self.settings, tokens.shape[1]
         positions = torch.arange(length, device=tokens.device)[None]  # [1, L]
@@ -360,8 +351,8 @@ class ModernBertForMaskedPositions(nn.Module):
         mask = None if attention_mask is None else attention_mask[:, None, None, :]  # [R, 1, 1, L]
         local = window_mask(mask, length, settings.local_attention // 2, tokens.device)
         return {
-            True: Surroundings(Rotation.from_positions(positions, size, settings.global_rotary_base), mask),
-            False: Surroundings(Rotation.from_positions(positions, size, settings.local_rotary_base), local),
+            True: AttentionInputs(Rotation.from_positions(positions, size, settings.global_rotary_base), mask),
+            False: AttentionInputs(Rotation.from_positions(positions, size, settings.local_rotary_base), local),
         }
 
     def varying(
@@ -372,5 +363,4 @@ class ModernBertForMaskedPositions(nn.Module):
 
     def set_output_bias(self, values: Tensor) -> None:
         """Set the bias of the word prediction to these logits, [V]; that of padding stays 0."""
-        bias = self.decoder.bias
-        set_value(bias, lambda: F.pad(values, (0, len(bias) - len(values))))
+        self.decoder.set_bias(values)
