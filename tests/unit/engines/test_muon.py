@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from trp_scale.config import OptimizerConfig
+from trp_scale.config.checks import engine_rules
+from trp_scale.config.loader import load_recipe
 from trp_scale.engines.muon import MatrixPart, Muon, covering_parts, orthogonalize
 from trp_scale.engines.optimizer import block_matrices, build_optimizer, set_learning_rate
 
@@ -163,3 +165,20 @@ def test_covering_parts_contain_each_element_once(cuts: list[int], owner: int, c
     assert [element for part in chosen for element in range(part.start, part.stop)] == list(range(size))
     if copies:
         assert [part.rank for part in chosen] == [owner]
+
+
+@pytest.mark.parametrize(("engine", "flag"), [("megatron", "--optimizer.kind"), ("fsdp", "--fsdp.offload")])
+def test_engines_without_whole_matrices_are_refused(engine: str, flag: str) -> None:
+    config = load_recipe("pos_bert_tiny")
+    config.optimizer.kind = "muon"
+    config.fsdp.offload = engine == "fsdp"
+    refused = list(engine_rules(engine).refusals(config))
+    assert any(flag in text and "muon" in text for text in refused)
+
+
+@pytest.mark.parametrize("kind", ["lamb", "muon"])
+def test_learned_masks_need_a_step_that_can_be_differentiated(kind: Any) -> None:
+    config: Any = load_recipe("mlo_mae_tiny")
+    assert not any("--optimizer.kind" in text for text in config.multilevel.problems(config))
+    config.optimizer.kind = kind
+    assert any(f"--optimizer.kind is {kind}" in text for text in config.multilevel.problems(config))

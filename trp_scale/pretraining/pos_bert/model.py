@@ -133,7 +133,27 @@ def to_rows(hidden: Tensor, places: KeptPositions | None) -> Tensor:
     return hidden if places is None else ListToRows.apply(hidden, *places)  # type: ignore[no-untyped-call, no-any-return]
 
 
-class Layer(BertLayer):  # type: ignore[misc]
+class ListedLayer:
+    """Layer over rows or over a list of their positions."""
+
+    def varying(
+        self, hidden: Tensor, *others: Any, places: KeptPositions | None = None
+    ) -> tuple[tuple[Tensor, ...], int]:
+        """Return arguments of `forward` with a varying first dimension, and a typical length (engines/compiled.py)."""
+        return ((), 0) if places is None else ((hidden, places.kept), typical_length(places.numbers))
+
+
+class ListedModel:
+    """Model over rows or over a list of their positions."""
+
+    def varying(
+        self, tokens: Tensor, *others: Any, kept: Tensor | None = None, **named: Any
+    ) -> tuple[tuple[Tensor, ...], int]:
+        """Return arguments of `forward` with a varying first dimension, and a typical length (engines/compiled.py)."""
+        return ((), 0) if kept is None else ((kept,), typical_length(tokens))
+
+
+class Layer(ListedLayer, BertLayer):  # type: ignore[misc]
     """BERT's layer, over rows or over a list of their positions, with equal results.
 
     Attention is computed on rows, everything else on the list. Parameter names are those of transformers.
@@ -171,12 +191,6 @@ class Layer(BertLayer):  # type: ignore[misc]
                 heads(queries), heads(keys), heads(values), attn_mask=attention_mask, dropout_p=dropout
             )  # [R, H, S, D / H]
         return context.transpose(1, 2).flatten(2)
-
-    def varying(
-        self, hidden: Tensor, *others: Any, places: KeptPositions | None = None
-    ) -> tuple[tuple[Tensor, ...], int]:
-        """Return arguments of `forward` with a varying first dimension, and a typical length (engines/compiled.py)."""
-        return ((), 0) if places is None else ((hidden, places.kept), typical_length(places.numbers))
 
 
 class LastLayer(Layer):
@@ -263,7 +277,7 @@ class PretrainingHeads(nn.Module):
 PROJECTIONS = ("query", "key", "value")
 
 
-class BertForMaskedPositions(nn.Module):
+class BertForMaskedPositions(ListedModel, nn.Module):
     """BERT with masked-word prediction at given positions and next-sentence prediction.
 
     `vocab_size` is without padding; padding has probability 0.
@@ -376,12 +390,6 @@ class BertForMaskedPositions(nn.Module):
             position_ids=kept[None] % tokens.shape[1],
         )  # [1, K, D]
         return listed.squeeze(0)  # type: ignore[no-any-return]
-
-    def varying(
-        self, tokens: Tensor, *others: Any, kept: Tensor | None = None, **named: Any
-    ) -> tuple[tuple[Tensor, ...], int]:
-        """Return arguments of `forward` with a varying first dimension, and a typical length (engines/compiled.py)."""
-        return ((), 0) if kept is None else ((kept,), typical_length(tokens))
 
     def set_output_bias(self, values: Tensor) -> None:
         """Set the bias of the word prediction to these logits, [V]; that of padding stays 0."""

@@ -9,7 +9,7 @@ Blocks have a norm before each branch, rotary positions, a gated feed-forward la
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -23,11 +23,12 @@ from trp_scale.pretraining.pos_bert.model import (
     BertOutput,
     Decoder,
     KeptPositions,
+    ListedLayer,
+    ListedModel,
     RowsToList,
     WordLosses,
     padded_vocabulary,
     to_rows,
-    typical_length,
 )
 from trp_scale.pretraining.pos_bert.settings import PosBertModelConfig
 
@@ -113,7 +114,7 @@ class GatedFeedForward(nn.Module):
         self.Wo = nn.Linear(intermediate, width, bias=False)
 
 
-class ModernLayer(nn.Module):
+class ModernLayer(ListedLayer, nn.Module):
     """ModernBERT's block, over rows or over a list of their positions, with equal results.
 
     Attention is computed on rows, everything else on the list.
@@ -153,12 +154,6 @@ class ModernLayer(nn.Module):
         (projected,) = self.cut.project(self.mlp_norm(hidden), self.mlp.Wi)
         values, gate = projected.chunk(2, dim=-1)  # [..., intermediate]
         return hidden + self.mlp.Wo(F.gelu(values) * gate)  # type: ignore[no-any-return]
-
-    def varying(
-        self, hidden: Tensor, *others: Any, places: KeptPositions | None = None
-    ) -> tuple[tuple[Tensor, ...], int]:
-        """Return arguments of `forward` with a varying first dimension, and a typical length (engines/compiled.py)."""
-        return ((), 0) if places is None else ((hidden, places.kept), typical_length(places.numbers))
 
 
 class LastModernLayer(ModernLayer):
@@ -236,7 +231,7 @@ class ModernDecoder(Decoder):
         return self.logits(hidden, embeddings)
 
 
-class ModernBertForMaskedPositions(nn.Module):
+class ModernBertForMaskedPositions(ListedModel, nn.Module):
     """ModernBERT with masked-word prediction at given positions; `vocab_size` is without padding, which has probability
     0. It has no segments and no next-sentence prediction."""
 
@@ -354,12 +349,6 @@ class ModernBertForMaskedPositions(nn.Module):
             True: AttentionInputs(Rotation.from_positions(positions, size, settings.global_rotary_base), mask),
             False: AttentionInputs(Rotation.from_positions(positions, size, settings.local_rotary_base), local),
         }
-
-    def varying(
-        self, tokens: Tensor, *others: Any, kept: Tensor | None = None, **named: Any
-    ) -> tuple[tuple[Tensor, ...], int]:
-        """Return arguments of `forward` with a varying first dimension, and a typical length (engines/compiled.py)."""
-        return ((), 0) if kept is None else ((kept,), typical_length(tokens))
 
     def set_output_bias(self, values: Tensor) -> None:
         """Set the bias of the word prediction to these logits, [V]; that of padding stays 0."""
