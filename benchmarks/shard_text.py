@@ -92,7 +92,7 @@ def main() -> None:
         save_trained(train_word_piece(lambda: texts, 8192, True), directory / "tokenizer", True, 128)
         (portion,) = plan_corpus([str(source)], "jsonl", "train", True, 1 << 40).portions
         tokenizer, tagger = load_for_sharding(directory / "tokenizer"), make_tagger(options.tagger)
-        rows = RowSettings(row_length=125, rows_per_block=2048, pad=0, unknown=1, token_dtype="uint16")
+        rows = RowSettings(row_length=125, rows_per_block=2048, special={"pad": 0, "unk": 1}, token_dtype="uint16")
         alone = tagger_alone(options.tagger)
         alone(sentences[:10])  # loads the lexicon
 

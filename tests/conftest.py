@@ -80,6 +80,12 @@ def text_dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def packed_dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The text of `text_dataset` in packed rows."""
+    return small_text_dataset(tmp_path_factory.mktemp("data") / "packed", pack=True)
+
+
+@pytest.fixture(scope="session")
 def image_dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A hundred rendered scenes with depth and segmentation, sharded."""
     return small_image_dataset(tmp_path_factory.mktemp("data") / "scenes")

@@ -33,6 +33,7 @@ def small_text_dataset(
     vocab_size: int = 1000,
     rows_per_block: int = 16,
     shard_bytes: int = 20_000,
+    pack: bool = False,
 ) -> Path:
     """Write a data set of a few hundred rows in several shards and blocks, always the same; takes about 3 s.
 
@@ -53,8 +54,8 @@ def small_text_dataset(
         if left <= 0:
             break
     source.write_text("".join(lines), encoding="utf-8")
-    sizes = {"length": length, "vocab_size": vocab_size, "rows_per_block": rows_per_block, "shard_bytes": shard_bytes}
-    return shard_text(replace(small_text_config(source, directory), **sizes))
+    config = replace(small_text_config(source, directory), length=length, vocab_size=vocab_size, pack=pack)
+    return shard_text(replace(config, rows_per_block=rows_per_block, shard_bytes=shard_bytes))
 
 
 def small_image_dataset(

@@ -73,6 +73,14 @@ def add_sources(rows: Batch, config: Config) -> Batch:
     return replace(rows, fields={**rows.fields, SOURCE: sources})
 
 
+def pack(rows: Batch) -> Batch:
+    """The batch as packed rows: each row is two segments and padding."""
+    fields = dict(rows.fields)
+    ends = fields.pop("attention_mask").sum(1)
+    del fields["kept"]
+    return replace(rows, fields={**fields, "segment_ends": torch.stack([ends // 2 - rows.keys % 3, ends, ends], dim=1)})
+
+
 def batch(positions: range, absent: tuple[int, ...] = ()) -> Batch:
     """Rows at `positions` as one micro-batch."""
     rows = [row(position, absent) for position in positions]
@@ -90,6 +98,7 @@ class SyntheticSource:
     absent: Callable[[int], tuple[int, ...]] = lambda step: ()
     cursor: int = 0
     spoil: Callable[[int, int], bool] = lambda step, rank: False
+    packed: bool = False
 
     def next_window(self) -> list[Batch]:
         size, micro = self.config.batch.global_size, self.config.batch.micro_size
@@ -98,6 +107,7 @@ class SyntheticSource:
         last = first + size // self.group.size
         self.cursor += size
         micros = [batch(range(start, start + micro), self.absent(step)) for start in range(first, last, micro)]
+        micros = [pack(rows) for rows in micros] if self.packed else micros
         return [add_sources(rows, self.config) for rows in micros]
 
 
@@ -212,10 +222,15 @@ def trainer_for(layout: Layout, config: Config, **source: Any) -> RecordingTrain
     )
 
 
-def run(layout: Layout, changes: dict[str, Any], absent: Callable[[int], tuple[int, ...]] = lambda step: ()) -> Result:
+def run(
+    layout: Layout,
+    changes: dict[str, Any],
+    absent: Callable[[int], tuple[int, ...]] = lambda step: (),
+    packed: bool = False,
+) -> Result:
     """Train the small model; call on all ranks."""
     config = small_config(layout, **changes)
-    trainer = trainer_for(layout, config, absent=absent)
+    trainer = trainer_for(layout, config, absent=absent, packed=packed)
     initial = trainer.engine.full_weights()
     trainer.run()
     weights = trainer.engine.full_weights()

@@ -57,6 +57,11 @@ CASES: dict[str, dict[str, Any]] = {
         "objective__next_sentence": "off",
         "optimizer__kind": "muon",
     },
+    "packed": {
+        "model__kind": "modern",
+        "model__dropout": 0.0,
+        "objective__next_sentence": "off",
+    },
     "mae_tiny": {},
     "mae_tiny color": {"multilevel__kind": "color"},
     "mm_mae_tiny": {},
@@ -113,15 +118,18 @@ def pretrain(command: list[str], recorder: type[RecordedOperations] = RecordedOp
 
 
 KEPT = (
-    *("bf16 weights", "lagged", "jd", "group dro, average", "modern", "mae_tiny color", "mm_mae_tiny gradnorm"),
-    "adpe_tiny separate",
+    *("bf16 weights", "lagged", "jd", "group dro, average", "modern", "packed"),
+    *("mae_tiny color", "mm_mae_tiny gradnorm", "adpe_tiny separate"),
 )
 
 
 @pytest.mark.parametrize("case", always(CASES, *KEPT))
-def test_a_captured_run_equals_an_uncaptured_one(text: Path, image_dataset: Path, tmp_path: Path, case: str) -> None:
+def test_a_captured_run_equals_an_uncaptured_one(
+    text: Path, packed_dataset: Path, image_dataset: Path, tmp_path: Path, case: str
+) -> None:
+    rows = packed_dataset if case == "packed" else text
     for capture in ("off", "on"):
-        pretrain(arguments(case, text, image_dataset, tmp_path / capture, training__capture=capture))
+        pretrain(arguments(case, rows, image_dataset, tmp_path / capture, training__capture=capture))
     assert_equal_runs(tmp_path / "off", tmp_path / "on")
     numbers = json.loads((tmp_path / "on" / "summary.json").read_text())["captured"]
     assert numbers["replays"] >= 4 and numbers["uncaptured"] == 0

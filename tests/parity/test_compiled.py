@@ -59,13 +59,17 @@ def test_one_rank_gives_the_weights_of_the_plain_run(how: str) -> None:
     assert graphs == GRAPHS[how]
 
 
-@pytest.mark.parametrize("how", always(GRAPHS, "whole"))
-def test_modern_encoders(how: str) -> None:
+@pytest.mark.parametrize(("how", "packed"), always(product(GRAPHS, (False, True)), ("whole", False), ("blocks", True)))
+def test_modern_encoders(how: str, packed: bool) -> None:
     """Global blocks, local ones and the last are different graphs."""
     changes = {**CHANGES, **{name: MODERN[name] for name in ("model", "objective")}}
-    found, graphs = traced(lambda: run(Layout(micro_size=2), {**changes, "training": {"compile": how, "steps": 5}}))
+
+    def train(**training: Any) -> Result:
+        return run(Layout(micro_size=2), {**changes, "training": {"steps": 5, **training}}, packed=packed)
+
+    found, graphs = traced(lambda: train(compile=how))
     assert graphs >= GRAPHS[how]
-    assert too_far(found, run(Layout(micro_size=2), {**changes, "training": {"steps": 5}})) == []
+    assert too_far(found, train()) == []
 
 
 @pytest.mark.parametrize(("layout", "how"), always(product(LAYOUTS, GRAPHS), ("fsdp", "blocks")))

@@ -123,15 +123,24 @@ MODERN: dict[str, Any] = {
 
 
 @lru_cache
-def reference_of_modern() -> Result:
-    return run(Layout(micro_size=2), {**changes("exact"), **MODERN})
+def reference_of_modern(packed: bool) -> Result:
+    return run(Layout(micro_size=2), {**changes("exact"), **MODERN}, never_absent, packed)
 
 
-@pytest.mark.parametrize("layout", always(TWO_RANKS, "ddp", "fsdp"))
-def test_modern_encoders_agree(two_ranks: Ranks, layout: str) -> None:
-    ours = two_ranks(run, TWO_RANKS[layout], {**changes("exact"), **MODERN})[0]
+@pytest.mark.parametrize(
+    ("layout", "packed"),
+    always(product(TWO_RANKS, (False, True)), ("ddp", False), ("fsdp", False), ("ddp", True), ("zero2", True)),
+)
+def test_modern_encoders_agree(two_ranks: Ranks, layout: str, packed: bool) -> None:
+    ours = two_ranks(run, TWO_RANKS[layout], {**changes("exact"), **MODERN}, never_absent, packed)[0]
     assert ours.moved
-    assert too_far(ours, reference_of_modern()) == []
+    assert too_far(ours, reference_of_modern(packed)) == []
+
+
+def test_packed_rows_do_not_depend_on_accumulation() -> None:
+    whole = run(Layout(micro_size=8), {**changes("exact"), **MODERN}, never_absent, True)
+    assert too_far(whole, reference_of_modern(True)) == []
+    assert too_far(whole, reference_of_modern(False)) != []
 
 
 @pytest.mark.parametrize("layout", always(["ddp", "fsdp", "zero2", "zero3"], "fsdp"))

@@ -123,22 +123,23 @@ DATASET_FORMAT = 1
 """Format of dataset.json."""
 
 
-def read_dataset(directory: Path, kind: str, advice: str, source: str = "") -> Fields:
+def read_dataset(directory: Path, kind: str, advice: str, source: str = "", newest: int = DATASET_FORMAT) -> Fields:
     """Read dataset.json of a data set of one kind.
 
     Args:
         kind: "text" or "image".
         advice: advice for messages about a wrong field.
         source: as for `require_dataset`.
+        newest: highest format that can be read.
 
     Raises:
         DataError: dataset.json is missing or has another format or kind.
     """
     require_dataset(directory, source)
     fields = read_fields(directory / "dataset.json", advice)
-    for name, expected in (("format", DATASET_FORMAT), ("kind", kind)):
-        if (stored := fields.document.get(name)) != expected:
-            raise fields.refusal(f"{name} {quote(stored)} found, {expected!r} expected")
+    for name, expected in (("format", tuple(range(DATASET_FORMAT, newest + 1))), ("kind", (kind,))):
+        if (stored := fields.document.get(name)) not in expected:
+            raise fields.refusal(f"{name} {quote(stored)} found, {' or '.join(map(repr, expected))} expected")
     return fields
 
 

@@ -1,6 +1,8 @@
-"""Softmax attention of all encoders but BERT's, whose dropout draws inside."""
+"""Softmax attention of all encoders but BERT's, whose dropout draws inside; and attention inside packed segments."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,3 +20,63 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None) -
         widened = None if bias is None else bias.float()
         context = F.scaled_dot_product_attention(queries.float(), keys.float(), values.float(), attn_mask=widened)
     return context.to(queries.dtype)
+
+
+class PackedSegments(NamedTuple):
+    """Segments of packed rows; positions attend to those of their own segment. The padding at the end of a row is one.
+
+    Attributes:
+        starts: [R, L] int64, first position of the segment of each position.
+        bounds: [N + 1] int32, ends of the segments of all rows in the flattened rows, after a 0; N is the same for all
+            batches, because empty segments fill up.
+    """
+
+    starts: Tensor
+    bounds: Tensor
+
+    @classmethod
+    def from_ends(cls, ends: Tensor, length: int) -> PackedSegments:
+        """Return the segments of rows of a length L.
+
+        Args:
+            ends: [R, S] int64, ends of the segments of each row, ascending, padded with the last one.
+        """
+        rows = len(ends)
+        ends = F.pad(ends, (0, 1), value=length)  # [R, S + 1]
+        positions = torch.arange(length, device=ends.device).expand(rows, length).contiguous()
+        numbers = torch.searchsorted(ends, positions, right=True)  # [R, L]
+        first = torch.arange(rows, device=ends.device)[:, None] * length
+        return cls(F.pad(ends, (1, 0)).gather(1, numbers), F.pad((first + ends).flatten(), (1, 0)).to(torch.int32))
+
+    def positions(self) -> Tensor:
+        """Return the positions inside the segments, [R, L]."""
+        return torch.arange(self.starts.shape[1], device=self.starts.device) - self.starts
+
+    def mask(self, queries: Tensor | None = None) -> Tensor:
+        """Return the mask [R, 1, Q, L] of queries at positions [R, Q] of the rows; `None` = all."""
+        own = self.starts if queries is None else self.starts.gather(1, queries)
+        return (own[:, :, None] == self.starts[:, None, :])[:, None]
+
+
+def has_segment_kernel(hidden: Tensor) -> bool:
+    """Whether `attend_segments` has a kernel for attention over hidden states of this device and type."""
+    if not hidden.is_cuda:
+        return False
+    dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else hidden.dtype
+    return dtype in (torch.bfloat16, torch.float16)
+
+
+def attend_segments(queries: Tensor, keys: Tensor, values: Tensor, bounds: Tensor, reach: int) -> Tensor:
+    """Return softmax attention inside segments, [R, H, L, D / H], to keys at most `reach` positions away; -1 = all.
+
+    Args:
+        queries, keys, values: [R, H, L, D / H] in bf16 or fp16 on a GPU.
+        bounds: as in `PackedSegments`.
+    """
+    from torch.nn.attention.varlen import varlen_attn
+
+    rows, _, length, _ = queries.shape
+    queries, keys, values = (part.transpose(1, 2).flatten(0, 1) for part in (queries, keys, values))
+    context = varlen_attn(queries, keys, values, bounds, bounds, length, length, window_size=(reach, reach))
+    assert isinstance(context, Tensor)  # [R * L, H, D / H]
+    return context.unflatten(0, (rows, length)).transpose(1, 2)  # type: ignore[no-any-return, no-untyped-call]

@@ -30,11 +30,13 @@ class DataFacts:
 
     Attributes:
         length: word pieces per sequence; 0 = the model's maximum.
+        segments: maximum segments of a packed row; 0 = not packed.
         vocabulary: number of word pieces.
         classes: number of classes of each modality's maps, where it has classes.
     """
 
     length: int = 0
+    segments: int = 0
     vocabulary: int = 30522
     classes: Mapping[str, int] = field(default_factory=lambda: {"semseg": 133})
 

@@ -22,6 +22,8 @@ from trp_scale.data.tar_reader import ArrayReader
 from trp_scale.data.tars import StoredPart, TarStore
 from trp_scale.errors import DataError, quote
 
+Flags = npt.NDArray[np.bool_]
+
 GROUPS: tuple[str, ...] = (
     "verb",
     "noun",
@@ -64,7 +66,11 @@ def penn_group(penn_tag: str) -> int:
 
 
 SUFFIXES = ("tokens.npy", "tags.npy", "sentences.npy")
-"""Members of a text block. tokens [R, P] uint16 or uint32, tags [R, P] uint8, sentences [R, S] uint16."""
+"""Members of a text block. tokens [R, P] uint16 or uint32, tags [R, P] uint8, sentences [R, S] uint16: the ends of
+sentences, or of the segments of packed rows."""
+
+PACKED_FORMAT = 2
+"""Format of a data set of packed rows: [CLS] ... [SEP] of several segments, P = L."""
 
 LONGEST = 1 << 16
 """Limit of pieces of a sequence: ends of sentences have 16 bits."""
@@ -77,8 +83,9 @@ class TextMeta:
     """Properties that all rows of a text source share; the members of a mixture may differ in the directories only.
 
     Attributes:
-        length: pieces of a sequence, including [CLS] and both [SEP].
-        row_length: pieces of a stored row, length - 3.
+        length: pieces of a sequence, including [CLS] and [SEP].
+        row_length: pieces of a stored row: length - 3, or length of packed rows.
+        segments: maximum segments of a packed row; 0 = not packed.
         vocab_size: number of token ids.
         token_dtype: numpy type of stored tokens, uint16 or uint32.
         special_tokens: ids of pad, unk, cls, sep and mask.
@@ -90,6 +97,7 @@ class TextMeta:
 
     length: int
     row_length: int
+    segments: int
     vocab_size: int
     token_dtype: str
     special_tokens: dict[str, int]
@@ -117,7 +125,8 @@ class TextDataset:
 
     def digest(self) -> str:
         """Digest of dataset.json, tokenizer, indexes and tar sizes; equal on ranks that see the same."""
-        parts = (self.name, self.meta.length, self.meta.vocab_size, self.meta.special_tokens)
+        packed = (self.meta.segments,) if self.meta.segments else ()  # digests of format 1 stay as they were
+        parts = (self.name, self.meta.length, self.meta.vocab_size, self.meta.special_tokens, *packed)
         return f"{parts} {self.meta.tokenizer_digest} {self.samples.digest}"
 
     def tars(self, block: int) -> list[tuple[TarStore, StoredPart]]:
@@ -131,7 +140,7 @@ def open_text_dataset(directory: Path, name: str = "") -> TextDataset:
     Raises:
         DataError: a file is missing or has another format, or the tars differ from their indexes.
     """
-    fields = read_dataset(directory, "text", "shard the data again")
+    fields = read_dataset(directory, "text", "shard the data again", newest=PACKED_FORMAT)
     meta = _read_meta(directory, fields)
     samples, blocks = read_samples(directory / "shards", fields.file_names("shards"), SUFFIXES, None)
     return TextDataset(name=name, meta=meta, samples=samples, blocks=blocks)
@@ -154,6 +163,7 @@ def agree(datasets: list[TextDataset]) -> TextMeta:
         for field in (
             "length",
             "row_length",
+            "segments",
             "vocab_size",
             "token_dtype",
             "special_tokens",
@@ -172,8 +182,10 @@ def agree(datasets: list[TextDataset]) -> TextMeta:
 
 def _read_meta(directory: Path, fields: Fields) -> TextMeta:
     length, row_length = fields.whole("length"), fields.whole("row_length")
-    if row_length != length - 3 or row_length < 1:
-        raise fields.refusal(f"row_length {row_length} found, length - 3 = {length - 3} expected")
+    segments = fields.whole("segments_per_row", least=1) if fields.document["format"] == PACKED_FORMAT else 0
+    expected = length if segments else length - 3
+    if row_length != expected or row_length < 1:
+        raise fields.refusal(f"row_length {row_length} found, {expected} expected for length {length}")
     if length > LONGEST:
         raise fields.refusal(f"length {length} found, at most {LONGEST} allowed")
     special = fields.take("special_tokens", dict[str, Whole])
@@ -185,6 +197,7 @@ def _read_meta(directory: Path, fields: Fields) -> TextMeta:
     return TextMeta(
         length=length,
         row_length=row_length,
+        segments=segments,
         vocab_size=fields.whole("vocab_size", least=1),
         token_dtype=fields.take("token_dtype", Literal["uint16", "uint32"]),
         special_tokens={name: special[name] for name in _SPECIAL},
@@ -193,6 +206,22 @@ def _read_meta(directory: Path, fields: Fields) -> TextMeta:
         tokenizer_digest=tokenizer_digest(directory / "tokenizer"),
         tokenizer_directories=(directory / "tokenizer",),
     )
+
+
+def packed_places(ends: Integers, length: int) -> tuple[Flags, Flags, Flags]:
+    """Return where packed rows have [CLS], pieces of text and [SEP], each [R, L].
+
+    Args:
+        ends: [R, S] ends of the segments, ascending, padded with the last one; 0 in an empty row.
+    """
+    column = np.arange(length)
+    used = column < ends[:, -1:]  # [R, L]
+    last = np.zeros_like(used)
+    np.put_along_axis(last, np.maximum(ends - 1, 0), True, axis=1)
+    last &= used
+    first = used.copy()
+    first[:, 1:] &= last[:, :-1]
+    return first, used & ~first & ~last, last
 
 
 def tokenizer_digest(directory: Path) -> str:
@@ -210,7 +239,7 @@ class TextRows:
     Attributes:
         tokens: [N, P] uint16 or uint32, as stored.
         tags: [N, P] uint8.
-        ends: [N, S] int64, end offsets of sentences, ascending; padded with the row's number of pieces.
+        ends: [N, S] int64, end offsets of sentences or segments, ascending; padded with the row's number of pieces.
         pieces: [N] number of pieces; 0 for an unreadable row.
         own: [R] index in the arrays above of each address's own row.
         partner: [R] index of its partner.

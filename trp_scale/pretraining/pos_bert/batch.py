@@ -19,18 +19,19 @@ from trp_scale.data.sources import Rows, require_kind
 from trp_scale.data.tar_reader import ArrayReader
 from trp_scale.data.text.dataset import (
     WORD_START,
+    Flags,
     TextDataset,
     TextMeta,
     TextRowReader,
     TextRows,
     agree,
     open_text_dataset,
+    packed_places,
 )
+from trp_scale.errors import DataError
 from trp_scale.pretraining.pos_bert.masking import Masked, TokenMasker
 from trp_scale.pretraining.pos_bert.settings import PosBertConfig
 from trp_scale.pretraining.tasks import source_field
-
-Flags = npt.NDArray[np.bool_]
 
 _PARTNER = np.uint64(name_hash("pair: partner"))
 _RIGHT = np.uint64(name_hash("pair: right or wrong"))
@@ -143,7 +144,8 @@ def _nth_true(flags: npt.NDArray[np.bool_], nth: Integers) -> Integers:
 
 
 class TextBatchBuilder:
-    """Builds batches of `[CLS] A [SEP] B [SEP]`, padded to the data set's length L, with M masked slots.
+    """Builds batches of `[CLS] A [SEP] B [SEP]`, padded to the data set's length L, or of packed rows, with M masked
+    slots.
 
     Fields of the batch:
         tokens [R, L] int64: ids after masking. token_types [R, L] int64: 1 on B and its [SEP].
@@ -153,7 +155,9 @@ class TextBatchBuilder:
         masked_positions [R, M] int64: ascending; unused slots are 0. labels [R, M] int64: original ids.
         label_groups [R, M] int64: group number 0..9. label_weights [R, M] float32: 1, or 0 in unused slots.
         next_sentence [R] int64: 0 = B follows A, 1 = B is from elsewhere (all 0 if objective.next_sentence is off).
-        row_weights [R] float32: 1, or 0 for a row that is absent or unreadable, which is [CLS] [SEP] [SEP].
+        row_weights [R] float32: 1, or 0 for a row that is absent or unreadable, which is [CLS] [SEP] [SEP], or empty.
+        segment_ends [R, S] int64: ends of the segments of packed rows, padded with the last one; replaces
+            attention_mask and kept.
 
     All draws come from (training.seed, row key, epoch modulo masking.maskings).
     """
@@ -161,7 +165,7 @@ class TextBatchBuilder:
     def __init__(self, config: PosBertConfig, datasets: list[TextDataset], meta: TextMeta) -> None:
         special = meta.special_tokens
         self._pad, self._cls, self._sep = special["pad"], special["cls"], special["sep"]
-        self._length = meta.length
+        self._length, self._segments = meta.length, meta.segments
         self._pairs = config.objective.next_sentence != "off"
         self._maskings = config.masking.maskings
         self._config = config
@@ -191,11 +195,15 @@ class TextBatchBuilder:
         began = time.perf_counter()
         states = row_states(addresses, seed=self._seed, maskings=self._maskings)
         rows, segments = self._read(addresses, states)
-        tokens, tags, token_types, pieces, attended = self._lay_out(rows, segments)
+        lay_out = self._lay_out_packed if self._segments else self._lay_out
+        tokens, tags, token_types, pieces, attended = lay_out(rows, segments)
         masked = self._masker.mask(tokens, tags, pieces, states)
         present = addresses.present & rows.readable
         fields = _fields(masked, token_types, attended, segments, present) | source_field(self._config, addresses)
-        if attended.all() and not self._always_masked:
+        if self._segments:
+            del fields["attention_mask"]
+            fields["segment_ends"] = torch.from_numpy(self._segment_ends(rows.ends[rows.own]))
+        elif attended.all() and not self._always_masked:
             del fields["attention_mask"]
         else:
             lengths = kept_lengths(attended.size) if self._captured else None
@@ -252,6 +260,22 @@ class TextBatchBuilder:
         token_types = ((column > first_stop) & attended).astype(np.int64)
         return tokens, tags, token_types, pieces, attended
 
+    def _lay_out_packed(
+        self, rows: TextRows, segments: Segments
+    ) -> tuple[Integers, npt.NDArray[np.uint8], Integers, Flags, Flags]:
+        """Return what `_lay_out` returns, of packed rows as they are stored."""
+        first, pieces, last = packed_places(rows.ends[rows.own], self._length)
+        attended = first | pieces | last
+        tokens = rows.tokens[rows.own].astype(np.int64)
+        tokens[~attended] = self._pad
+        return tokens, rows.tags[rows.own], np.zeros_like(tokens), pieces, attended
+
+    def _segment_ends(self, ends: Integers) -> Integers:
+        """Return the ends of segments [R, S of the blocks] as [R, S]."""
+        if ends.shape[1] > self._segments:
+            raise DataError(f"{ends.shape[1]} segments in a row, dataset.json allows {self._segments}")
+        return np.pad(ends, ((0, 0), (0, self._segments - ends.shape[1])), mode="edge")
+
 
 def _fields(
     masked: Masked, token_types: Integers, attended: Flags, segments: Segments, present: Flags
@@ -293,7 +317,9 @@ def kept_positions(attended: Flags, lengths: Sequence[int] | None = None) -> Int
 
 
 def keep_all_positions(batch: Batch) -> Batch:
-    """Return the batch with all positions computed."""
+    """Return the batch with all positions computed; those of packed rows are."""
+    if "segment_ends" in batch.fields:
+        return batch
     tokens = batch["tokens"]
     fields = {"attention_mask": torch.ones_like(tokens, dtype=torch.bool), "kept": torch.arange(tokens.numel())}
     return replace(batch, fields={**fields, **batch.fields, "kept": fields["kept"]})
@@ -308,5 +334,10 @@ def open_rows(config: PosBertConfig, paths: Sequence[MemberPath]) -> Rows:
         raise RefusedError(
             f"{paths[0].path}: sequences of {meta.length} pieces, model.max_positions is {config.model.max_positions}; "
             f"give --model.max_positions {meta.length}, or shard the data with a smaller length"
+        )
+    if meta.segments and config.model.kind != "modern":
+        raise RefusedError(
+            f"{paths[0].path}: packed rows, model.kind is {config.model.kind}; give --model.kind modern, or shard the "
+            "data without --pack"
         )
     return Rows.from_datasets(datasets, meta, TextBatchBuilder(config, datasets, meta))

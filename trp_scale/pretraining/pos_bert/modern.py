@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import ModernBertConfig, ModernBertForMaskedLM
 
-from trp_scale.models.attention import attend
+from trp_scale.models.attention import PackedSegments, attend, attend_segments, has_segment_kernel
 from trp_scale.models.initialise import initialise_modern
 from trp_scale.models.tensor_plan import WHOLE, Cut, TensorPlan
 from trp_scale.pretraining.pos_bert.model import (
@@ -67,14 +67,34 @@ class AttentionInputs(NamedTuple):
 
     Attributes:
         rotation: of all positions.
+        reach: attention is to keys at most this far away; -1 = everywhere.
         mask: [R, 1, 1, L], [R or 1, 1, L, L] bool, True where a query reads a key; `None` = everywhere.
+        segments: of packed rows, if a kernel replaces their mask.
     """
 
     rotation: Rotation
+    reach: int
     mask: Tensor | None
+    segments: PackedSegments | None
 
-    def gather_mask(self, positions: Tensor) -> Tensor | None:
+    def attend(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """Return the attention of all positions, [R, H, L, D / H]."""
+        queries, keys = self.rotation.apply(queries), self.rotation.apply(keys)
+        if self.segments is None:
+            return attend(queries, keys, values, self.mask)
+        return attend_segments(queries, keys, values, self.segments.bounds, self.reach)
+
+    def attend_at(self, positions: Tensor, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """Return the attention of positions [R, S], [R, H, S, D / H]; queries are of all positions."""
+        chosen = positions[:, None, :, None].expand(-1, queries.shape[1], -1, queries.shape[3])  # [R, H, S, D / H]
+        queries = self.rotation.gather(positions).apply(queries.gather(2, chosen))
+        return attend(queries, self.rotation.apply(keys), values, self.mask_at(positions))
+
+    def mask_at(self, positions: Tensor) -> Tensor | None:
         """Return the mask of queries at positions [R, S]."""
+        if self.segments is not None:
+            length = self.segments.starts.shape[1]
+            return window_mask(self.segments.mask(positions), length, self.reach, positions[:, None, :, None])
         if self.mask is None or self.mask.shape[2] == 1:
             return self.mask
         rows, length = len(positions), self.mask.shape[-1]
@@ -82,17 +102,18 @@ class AttentionInputs(NamedTuple):
         return self.mask.expand(rows, -1, -1, -1).gather(2, chosen)
 
 
-def window_mask(mask: Tensor | None, length: int, reach: int, device: torch.device) -> Tensor | None:
-    """Return the mask of attention to keys at most `reach` positions away.
+def window_mask(mask: Tensor | None, length: int, reach: int, queries: Tensor) -> Tensor | None:
+    """Return the mask of attention to keys at most `reach` positions away; -1 = everywhere.
 
     Args:
-        mask: [R, 1, 1, L] bool of real tokens. A query always reads itself, so that no row of the mask is empty.
+        mask: [R, 1, 1 or Q, L] bool of real tokens, or of keys in the query's segment. A query always reads itself, so
+            that no row of the mask is empty.
+        queries: [1 or R, 1, Q, 1], their positions.
     """
-    if length <= reach + 1:
+    if reach < 0 or length <= reach + 1:
         return mask
-    positions = torch.arange(length, device=device)
-    distances = (positions[:, None] - positions).abs()  # [L, L]
-    near = (distances <= reach)[None, None]  # [1, 1, L, L]
+    distances = (queries - torch.arange(length, device=queries.device)).abs()  # [1 or R, 1, Q, L]
+    near = distances <= reach
     return near if mask is None else near & mask | (distances == 0)
 
 
@@ -135,8 +156,7 @@ class ModernLayer(ListedLayer, nn.Module):
     def forward(self, hidden: Tensor, attention_inputs: AttentionInputs, places: KeptPositions | None = None) -> Tensor:
         """[R, L, D] -> [R, L, D]; with places, [K, D] -> [K, D]."""
         queries, keys, values = self.project(hidden, places)
-        rotation, mask = attention_inputs
-        context = attend(rotation.apply(queries), rotation.apply(keys), values, mask)  # [R, H, L, D / H]
+        context = attention_inputs.attend(queries, keys, values)  # [R, H, L, D / H]
         context = context.transpose(1, 2).flatten(2)  # [R, L, D]
         if places is not None:
             context = RowsToList.apply(context, places.kept)  # type: ignore[no-untyped-call]  # [K, D]
@@ -165,14 +185,7 @@ class LastModernLayer(ModernLayer):
     ) -> Tensor:
         """Compute `ModernLayer` at positions [R, S] -> [R, S, D]; a list must contain them."""
         queries, keys, values = self.project(hidden, places)
-        chosen = positions[:, None, :, None].expand(-1, queries.shape[1], -1, queries.shape[3])  # [R, H, S, D / H]
-        rotation = attention_inputs.rotation
-        context = attend(
-            rotation.gather(positions).apply(queries.gather(2, chosen)),
-            rotation.apply(keys),
-            values,
-            attention_inputs.gather_mask(positions),
-        )  # [R, H, S, D / H]
+        context = attention_inputs.attend_at(positions, queries, keys, values)  # [R, H, S, D / H]
         width = hidden.shape[-1]
         if places is None:
             tokens = hidden.gather(1, positions[..., None].expand(-1, -1, width))  # [R, S, D]
@@ -305,15 +318,23 @@ class ModernBertForMaskedPositions(ListedModel, nn.Module):
         attention_mask: Tensor | None,
         masked_positions: Tensor,
         kept: Tensor | None = None,
+        segment_ends: Tensor | None = None,
         representation_tap: Tensor | None = None,
         transform_tap: Tensor | None = None,
     ) -> BertOutput:
-        """Predict the masked words. Arguments as for `BertForMaskedPositions`; `token_types` are not read. The first
-        row of `representation_tap` is that of [CLS], which no head reads."""
+        """Predict the masked words.
+
+        Arguments as for `BertForMaskedPositions`; `token_types` are not read. The first row of `representation_tap` is
+        that of [CLS], which no head reads.
+
+        Args:
+            segment_ends: [R, S] int64, ends of the segments of packed rows, ascending, padded with the last one; `None`
+                = each row is one. Packed rows take no mask.
+        """
         assert kept is None or attention_mask is not None, "kept needs a mask"
         places = None if kept is None else KeptPositions.from_mask(kept, tokens)
         hidden = self.model.embeddings(tokens if kept is None else tokens.flatten()[kept])  # [R, L, D], or [K, D]
-        kinds = self.attention_inputs(tokens, attention_mask)
+        kinds = self.attention_inputs(tokens, attention_mask, segment_ends, fused=has_segment_kernel(hidden))
         *layers, last = self.layers
         for number, layer in enumerate(layers):
             hidden = layer(hidden, kinds[self.is_global(number)], places=places)
@@ -338,16 +359,30 @@ class ModernBertForMaskedPositions(ListedModel, nn.Module):
         """Return whether a layer attends to all positions."""
         return number % self.settings.global_every == 0
 
-    def attention_inputs(self, tokens: Tensor, attention_mask: Tensor | None) -> dict[bool, AttentionInputs]:
-        """Return rotation and mask of global (True) and of local layers, for tokens [R, L]."""
+    def attention_inputs(
+        self, tokens: Tensor, attention_mask: Tensor | None, segment_ends: Tensor | None, *, fused: bool
+    ) -> dict[bool, AttentionInputs]:
+        """Return the inputs of global (True) and of local layers, for tokens [R, L]. `fused`: a kernel for segments is
+        there, and no mask needed."""
         settings, length = self.settings, tokens.shape[1]
-        positions = torch.arange(length, device=tokens.device)[None]  # [1, L]
-        size = settings.hidden_size // settings.heads
+        places = torch.arange(length, device=tokens.device)
+        positions = places[None]  # [1, L]
         mask = None if attention_mask is None else attention_mask[:, None, None, :]  # [R, 1, 1, L]
-        local = window_mask(mask, length, settings.local_attention // 2, tokens.device)
+        segments = None
+        if segment_ends is not None:
+            segments = PackedSegments.from_ends(segment_ends, length)
+            positions = segments.positions()  # [R, L]
+            mask = None if fused else segments.mask()  # [R, 1, L, L]
+        size, reach = settings.hidden_size // settings.heads, settings.local_attention // 2
+        kernel = segments if fused else None
+        local = None if kernel else window_mask(mask, length, reach, places[None, None, :, None])
         return {
-            True: AttentionInputs(Rotation.from_positions(positions, size, settings.global_rotary_base), mask),
-            False: AttentionInputs(Rotation.from_positions(positions, size, settings.local_rotary_base), local),
+            True: AttentionInputs(
+                Rotation.from_positions(positions, size, settings.global_rotary_base), -1, mask, kernel
+            ),
+            False: AttentionInputs(
+                Rotation.from_positions(positions, size, settings.local_rotary_base), reach, local, kernel
+            ),
         }
 
     def set_output_bias(self, values: Tensor) -> None:

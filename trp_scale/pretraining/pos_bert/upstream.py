@@ -109,6 +109,7 @@ class PosMaskedLanguageModelling:
             batch.fields.get("attention_mask"),
             batch["masked_positions"],
             kept=batch.fields.get("kept"),
+            **{name: batch[name] for name in ("segment_ends",) if name in batch.fields},
             **{name: batch.extras[name] for name in TAPS.values() if name in batch.extras},
         )
         cross_entropies = output.word_losses or partial(F.cross_entropy, reduction="none")
@@ -181,8 +182,8 @@ def piece_counts(batch: Batch, meta: TextMeta) -> Tensor:
     return counts
 
 
-def blank_rows(config: PosBertConfig, length: int, rows: int) -> Batch:
-    """Return a batch of empty rows of `length` pieces, without padding."""
+def blank_rows(config: PosBertConfig, length: int, segments: int, rows: int) -> Batch:
+    """Return a batch of empty rows of `length` pieces, without padding; with `segments`, packed rows of one segment."""
     predicted = config.masking.limit or round(config.masking.ratio * length)
     fields = {
         **dict.fromkeys(("tokens", "token_types"), torch.zeros(rows, length, dtype=torch.int64)),
@@ -193,6 +194,7 @@ def blank_rows(config: PosBertConfig, length: int, rows: int) -> Batch:
         "next_sentence": torch.zeros(rows, dtype=torch.int64),
         "row_weights": torch.ones(rows),
         **blank_source(config, rows),
+        **({"segment_ends": torch.full((rows, segments), length)} if segments else {}),
     }
     return Batch(fields=fields, keys=torch.arange(rows), start=0)
 
@@ -238,7 +240,7 @@ class TextUpstream(Upstream):
     def facts(cls, config: PosBertConfig) -> DataFacts:
         meta = open_rows(config, parse_paths(config.data.path)).meta
         assert isinstance(meta, TextMeta)
-        return DataFacts(length=meta.length, vocabulary=meta.vocab_size)
+        return DataFacts(length=meta.length, segments=meta.segments, vocabulary=meta.vocab_size)
 
     @classmethod
     def outline(cls, config: PosBertConfig, facts: DataFacts) -> Outline:
@@ -249,7 +251,7 @@ class TextUpstream(Upstream):
         return Outline(
             model=partial(MODELS[model.kind], model, vocab_size=facts.vocabulary, seed=config.training.seed),
             objective=make_objective(config, GROUPS),
-            rows=partial(blank_rows, config, length),
+            rows=partial(blank_rows, config, length, facts.segments),
             step_rows=config.batch.global_size,
             positions=length,
         )
@@ -269,6 +271,9 @@ class TextUpstream(Upstream):
         return keep_all_positions(batch)
 
     def shapes(self, batch: Batch) -> Iterator[Batch]:
+        if self.meta.segments:
+            yield batch
+            return
         whole = keep_all_positions(batch)
         lengths = kept_lengths(whole["kept"].numel()) if self.config.training.capture == "on" else []
         for length in reversed(lengths):

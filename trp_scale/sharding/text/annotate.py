@@ -157,7 +157,7 @@ class Annotated:
     Attributes:
         tokens: [P] uint32 token ids.
         tags: [P] uint8: group in the low four bits, WORD_START on the first piece of each word.
-        lengths: number of pieces of each sentence, may be 0.
+        lengths: number of pieces of each sentence or document, may be 0.
         words_per_group: [groups] counts of words, including words without a piece.
     """
 
@@ -181,18 +181,23 @@ class Annotator:
 
     A BERT word-piece tokenizer never looks beyond white space, so words, pieces and alignment are computed once per
     distinct unit. Tokenizing whole sentences gives the same result and takes four times as long (a property test
-    compares both). Other tokenizers get whole sentences.
+    compares both). Other tokenizers get whole sentences, or whole documents.
     """
 
     def __init__(self, tokenizer: Tokenizer, tagger: Tagger) -> None:
         self._tokenizer = tokenizer
         self._tagger = tagger
-        self._by_unit = is_bert_word_piece(tokenizer)
+        self.by_unit = is_bert_word_piece(tokenizer)
         self._units: dict[str, _Unit] = {}
         self._characters = 0
 
-    def annotate(self, sentences: list[str]) -> Annotated:
-        """Return pieces and tags of the sentences."""
+    def annotate(self, sentences: list[str], documents: list[tuple[int, str]] | None = None) -> Annotated:
+        """Return pieces and tags of the sentences.
+
+        Args:
+            documents: end in `sentences`, and text, of each document, if pieces are to be those of whole documents;
+                for tokenizers that look beyond white space.
+        """
         keys = [unit_keys(sentence) for sentence in sentences]
         self._cache_units(keys)
         cached = self._units
@@ -200,21 +205,28 @@ class Annotator:
         pieces: list[int] = []
         pieces_per_word: list[int] = []
         lengths: list[int] = []
-        for sentence, sentence_keys in zip(sentences, keys, strict=True):
+        texts = iter(enumerate(sentences, 1) if documents is None else documents)
+        end, text = next(texts, (0, ""))
+        words: list[UnitWords] = []  # of the text so far
+        before = 0
+        for number, sentence_keys in enumerate(keys, 1):
             units = [cached[key] for key in sentence_keys]
             forms: list[str] = []
-            before = len(pieces)
             for unit in units:
                 forms += unit.words.forms
                 pieces += unit.pieces
                 pieces_per_word += unit.pieces_per_word
             groups += self._tagger.groups(forms)
-            if not self._by_unit:
-                encoding = self._tokenizer.encode(sentence, add_special_tokens=False)
-                pieces += encoding.ids
-                ends = _word_ends(sentence, [unit.words for unit in units])
-                pieces_per_word += count_by_word([start for start, _ in encoding.offsets], ends)
-            lengths.append(len(pieces) - before)
+            words += [unit.words for unit in units]
+            while number == end:
+                if not self.by_unit and words:
+                    encoding = self._tokenizer.encode(text, add_special_tokens=False)
+                    pieces += encoding.ids
+                    starts = [start for start, _ in encoding.offsets]
+                    pieces_per_word += count_by_word(starts, _word_ends(text, words))
+                lengths.append(len(pieces) - before)
+                before, words = len(pieces), []
+                end, text = next(texts, (0, ""))
         return _assemble(pieces, groups, pieces_per_word, lengths)
 
     def _cache_units(self, keys: list[list[str]]) -> None:
@@ -228,7 +240,7 @@ class Annotator:
         words = split_keys(new)
         self._tagger.prepare([form for unit in words for form in unit.forms])
         self._characters += sum(map(len, new))
-        if not self._by_unit:
+        if not self.by_unit:
             self._units.update((key, _Unit(unit, [], [])) for key, unit in zip(new, words, strict=True))
             return
         encodings = self._tokenizer.encode_batch([key_text(key) for key in new], add_special_tokens=False)
@@ -254,13 +266,13 @@ def count_by_word(piece_starts: list[int], word_ends: list[int] | tuple[int, ...
     return counts
 
 
-def _word_ends(sentence: str, units: list[UnitWords]) -> list[int]:
-    """Return the end of each word in the raw sentence. Words cover all characters except white space."""
+def _word_ends(text: str, units: list[UnitWords]) -> list[int]:
+    """Return the end of each word in the raw text. Words cover all characters except white space."""
     ends = []
     position = 0
     for unit in units:
         for start, end in zip(unit.starts, unit.ends, strict=True):
-            while sentence[position].isspace():
+            while text[position].isspace():
                 position += 1
             position += end - start
             ends.append(position)

@@ -18,7 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trp_scale.config.settings import check_settings, setting
-from trp_scale.data.text.dataset import GROUP_BITS, GROUPS, OTHER
+from trp_scale.data.raw_files import DATASET_FORMAT
+from trp_scale.data.text.dataset import GROUP_BITS, GROUPS, OTHER, PACKED_FORMAT, packed_places
 from trp_scale.data.text.tokenizer import (
     copy_tokenizer_directory,
     load_for_sharding,
@@ -59,6 +60,8 @@ class TextReport(PortionReport):
     pieces: int = 0
     unknown_pieces: int = 0
     rows: int = 0
+    segments: int = 0
+    padding: int = 0
     words_per_group: list[int] = field(default_factory=lambda: [0] * len(GROUPS))
     pieces_per_group: list[int] = field(default_factory=lambda: [0] * len(GROUPS))
 
@@ -92,7 +95,7 @@ class RowPacker:
             return
         filled = self._open[-1] if self._open else 0
         if filled + length > self.row_length:
-            self.end_document()
+            self.end_row()
             filled = 0
         start = 0
         while length - start > self.row_length:
@@ -101,11 +104,15 @@ class RowPacker:
             if word_starts is not None and word_starts[start + 1 : limit + 1].any():
                 end = start + 1 + int(np.flatnonzero(word_starts[start + 1 : limit + 1])[-1])
             self._open.append(end - start)
-            self.end_document()
+            self.end_row()
             start = end
         self._open.append(filled + length - start)
 
     def end_document(self) -> None:
+        """Finish the open row, since a row has sentences of one document only."""
+        self.end_row()
+
+    def end_row(self) -> None:
         """Finish the open row."""
         if self._open:
             self.lengths.append(self._open[-1])
@@ -118,6 +125,75 @@ class RowPacker:
         ends = self.sentence_ends[:rows]
         del self.lengths[:rows], self.sentence_ends[:rows]
         return lengths, ends
+
+
+SHORTEST_PART = 8
+"""Pieces of the first part of a document; in a row with less room, the document begins in the next row."""
+
+
+class SegmentPacker(RowPacker):
+    """Packing of documents into rows as segments [CLS] ... [SEP], in their order.
+
+    A document that does not fit into the open row is cut where the row is full, so that rows have almost no padding.
+
+    Args:
+        row_length: L.
+        segments: maximum segments of a row.
+
+    Attributes:
+        lengths: pieces of text of each finished row, without [CLS] and [SEP].
+        sentence_ends: ends (exclusive, in positions) of the segments of each finished row.
+    """
+
+    def __init__(self, row_length: int, segments: int) -> None:
+        super().__init__(row_length)
+        self._segments = segments
+        self._pieces = 0  # of the document
+
+    def add_sentence(self, length: int, word_starts: NDArray[np.bool_] | None = None) -> None:
+        """Add pieces of the document; `word_starts` are not read."""
+        self._pieces += length
+
+    def end_document(self) -> None:
+        """Place the document."""
+        while self._pieces:
+            filled = self._open[-1] if self._open else 0
+            room = self.row_length - filled - 2
+            if len(self._open) == self._segments or (self._open and room < min(self._pieces, SHORTEST_PART)):
+                self.end_row()
+                continue
+            part = min(self._pieces, room)
+            self._open.append(filled + part + 2)
+            self._pieces -= part
+
+    def end_row(self) -> None:
+        """Finish the open row."""
+        if self._open:
+            self.lengths.append(self._open[-1] - 2 * len(self._open))
+            self.sentence_ends.append(self._open)
+            self._open = []
+
+
+def fill_packed_rows(
+    tokens: NDArray[np.generic],
+    tags: NDArray[np.uint8],
+    ends: NDArray[np.uint16],
+    row_length: int,
+    special: Mapping[str, int],
+) -> tuple[NDArray[np.generic], NDArray[np.uint8]]:
+    """Return the rows [R, row_length] of tokens and tags from the flat pieces of text.
+
+    Args:
+        ends: [R, S] ends of the segments.
+        special: ids of pad, cls and sep.
+    """
+    first, pieces, last = packed_places(ends.astype(np.int64), row_length)
+    token_rows = np.full(pieces.shape, special["pad"], dtype=tokens.dtype)
+    token_rows[pieces] = tokens
+    token_rows[first], token_rows[last] = special["cls"], special["sep"]
+    tag_rows = np.full(pieces.shape, OTHER, dtype=np.uint8)
+    tag_rows[pieces] = tags
+    return token_rows, tag_rows
 
 
 def fill_rows(
@@ -137,13 +213,13 @@ def pad_sentence_ends(ends: list[list[int]]) -> NDArray[np.uint16]:
 
 @dataclass(frozen=True, kw_only=True)
 class RowSettings:
-    """Format of stored rows."""
+    """Format of stored rows. `special`: id of each role. `segments`: maximum of a packed row; 0 = not packed."""
 
     row_length: int
     rows_per_block: int
-    pad: int
-    unknown: int
+    special: Mapping[str, int]
     token_dtype: str
+    segments: int = 0
 
 
 class PortionWriter:
@@ -155,7 +231,11 @@ class PortionWriter:
         self._annotator = annotator
         self._settings = settings
         self._splitter = SentenceSplitter()
-        self._packer = RowPacker(settings.row_length)
+        if settings.segments:
+            self._packer: RowPacker = SegmentPacker(settings.row_length, settings.segments)
+        else:
+            self._packer = RowPacker(settings.row_length)
+        self._whole_documents = settings.segments > 0 and not annotator.by_unit
         self._sentences: list[str] = []
         self._ends: list[tuple[int, Document]] = []  # (end in self._sentences, document)
         self._document_pieces = 0
@@ -167,21 +247,28 @@ class PortionWriter:
         """Add one document; sentences are processed in batches."""
         for sentence in self._splitter.split(document.text):
             self._sentences.append(sentence)
-            if len(self._sentences) == BATCH_SENTENCES:
+            if len(self._sentences) >= BATCH_SENTENCES and not self._whole_documents:
                 self._add_sentences()
         self._ends.append((len(self._sentences), document))
+        if len(self._sentences) >= BATCH_SENTENCES:
+            self._add_sentences()
 
     def finish(self) -> None:
         """Write the last block."""
         self._add_sentences()
+        self._packer.end_row()
         if self._packer.lengths:
             self._write_block(len(self._packer.lengths))
 
     def _add_sentences(self) -> None:
         """Tag, tokenize and pack the pending sentences, and end their documents."""
-        annotated: Annotated = self._annotator.annotate(self._sentences)
+        documents = [(end, document.text) for end, document in self._ends] if self._whole_documents else None
+        annotated: Annotated = self._annotator.annotate(self._sentences, documents)
         start = 0
-        ends = iter([*self._ends, (-1, None)])
+        if documents is None:
+            ends = iter([*self._ends, (-1, None)])
+        else:
+            ends = iter([*((number, document) for number, (_, document) in enumerate(self._ends, 1)), (-1, None)])
         end, document = next(ends)
         for position in range(len(annotated.lengths) + 1):
             while position == end and document is not None:
@@ -213,7 +300,7 @@ class PortionWriter:
         report.sentences += sum(1 for length in annotated.lengths if length)
         report.words += int(annotated.words_per_group.sum())
         report.pieces += len(annotated.tokens)
-        report.unknown_pieces += int((annotated.tokens == self._settings.unknown).sum())
+        report.unknown_pieces += int((annotated.tokens == self._settings.special["unk"]).sum())
         pieces_per_group = np.bincount(annotated.tags & GROUP_BITS, minlength=len(GROUPS))
         report.words_per_group = (annotated.words_per_group + report.words_per_group).tolist()
         report.pieces_per_group = (pieces_per_group + report.pieces_per_group).tolist()
@@ -225,14 +312,21 @@ class PortionWriter:
         count = int(lengths.sum())
         tokens, tags = np.concatenate(self._tokens), np.concatenate(self._tags)  # [P]
         self._tokens, self._tags = [tokens[count:]], [tags[count:]]
-        token_rows = fill_rows(tokens[:count].astype(settings.token_dtype), lengths, settings.row_length, settings.pad)
-        members = {
-            "tokens.npy": _npy_bytes(token_rows),  # [R, row_length]
-            "tags.npy": _npy_bytes(fill_rows(tags[:count], lengths, settings.row_length, OTHER)),  # [R, row_length]
-            "sentences.npy": _npy_bytes(pad_sentence_ends(ends)),  # [R, S]
-        }
+        padded_ends = pad_sentence_ends(ends)  # [R, S]
+        tokens, tags = tokens[:count].astype(settings.token_dtype), tags[:count]
+        token_rows: NDArray[np.generic]  # [R, row_length]
+        tag_rows: NDArray[np.generic]
+        if settings.segments:
+            token_rows, tag_rows = fill_packed_rows(tokens, tags, padded_ends, settings.row_length, settings.special)
+            self.report.segments += sum(map(len, ends))
+        else:
+            token_rows = fill_rows(tokens, lengths, settings.row_length, settings.special["pad"])
+            tag_rows = fill_rows(tags, lengths, settings.row_length, OTHER)
+        arrays = {"tokens.npy": token_rows, "tags.npy": tag_rows, "sentences.npy": padded_ends}
+        members = {name: _npy_bytes(array) for name, array in arrays.items()}
         self._shard.add(f"{self._stem}-{len(self._shard):05d}", rows, members)
         self.report.rows += rows
+        self.report.padding += rows * settings.row_length - int(padded_ends[:, -1].sum(dtype=np.int64))
 
 
 def write_portion(
@@ -332,7 +426,12 @@ class ShardTextConfig(ShardingSettings):
     tokenizer_sample_bytes: int = setting(256_000_000, at_least=1, at_most=1 << 40)
     """Maximum bytes of text, spread over the input, for tokenizer training."""
     length: int = setting(512, at_least=8, at_most=65_535)
-    """Sequence length of training, including special tokens; a row has length - 3 pieces."""
+    """Sequence length of training, including special tokens; without --pack, a row has length - 3 pieces."""
+    pack: bool = False
+    """Fill rows with several documents, each as [CLS] ... [SEP], for --model.kind modern. A document that does not fit
+    is cut where the row is full. Attention stays inside each part."""
+    segments_per_row: int = setting(0, at_least=0, at_most=65_535)
+    """--pack: maximum documents or parts of them in a row; 0 = length / 16, at least 8."""
     rows_per_block: int = setting(2048, at_least=1, at_most=1 << 20)
     """Rows stored and read together: aim at 1 to 8 MB (2048 rows of 512 are 3 MB), less for small corpora."""
     shard_bytes: int = setting(0, at_least=0, at_most=1 << 40)
@@ -347,12 +446,20 @@ class ShardTextConfig(ShardingSettings):
         check_settings(self, DataError)
         if self.source_field and self.embedded:
             raise DataError(f"--source_field {self.source_field} needs --inputs; --embedded text has one source")
+        if self.segments_per_row and not self.pack:
+            raise DataError(f"--segments_per_row {self.segments_per_row} needs --pack")
+
+    @property
+    def segments(self) -> int:
+        """Maximum segments of a packed row; 0 = not packed."""
+        return (self.segments_per_row or max(8, self.length // 16)) if self.pack else 0
 
     def identity(self) -> dict[str, object]:
         """Return the settings that determine the output bytes."""
         names = ["embedded", "format", "documents", "text_field", "split"]
         names += ["length", "rows_per_block", "shard_bytes", "max_line_bytes"]
         names += [] if self.tokenizer else ["vocab_size", "lowercase", "tokenizer_sample_bytes"]
+        names += ["segments"] if self.pack else []
         return {name: getattr(self, name) for name in names}
 
 
@@ -443,7 +550,13 @@ def _shard(config: ShardTextConfig, source: tuple[str, str] = ("", "")) -> Path:
     if finished is not None:
         shards, total = len(finished[0]), finished[1]
         log.info(
-            "%s: %d documents, %d words, %d rows, %d shards", output, total.documents, total.words, total.rows, shards
+            "%s: %d documents, %d words, %d rows, %.1f %% padding, %d shards",
+            output,
+            total.documents,
+            total.words,
+            total.rows,
+            100 * total.padding / max(1, total.rows * rows.row_length),
+            shards,
         )
     return output
 
@@ -529,10 +642,10 @@ def _row_settings(config: ShardTextConfig) -> RowSettings:
     roles, _ = special_tokens(config.output / "tokenizer")
     vocab_size = vocabulary_size(load_for_sharding(config.output / "tokenizer"))
     return RowSettings(
-        row_length=config.length - 3,
+        row_length=config.length if config.pack else config.length - 3,
         rows_per_block=config.rows_per_block,
-        pad=roles["pad"],
-        unknown=roles["unk"],
+        segments=config.segments,
+        special=roles,
         token_dtype="uint16" if vocab_size <= 1 << 16 else "uint32",
     )
 
@@ -563,8 +676,10 @@ def _description(config: ShardTextConfig, tagger: str, rows: RowSettings) -> dic
     roles, special = special_tokens(config.output / "tokenizer")
     tokenizer = load_for_sharding(config.output / "tokenizer")
     return {
+        "format": PACKED_FORMAT if config.pack else DATASET_FORMAT,
         "length": config.length,
         "row_length": rows.row_length,
+        **({"segments_per_row": rows.segments} if config.pack else {}),
         "token_dtype": rows.token_dtype,
         "vocab_size": vocabulary_size(tokenizer),
         "special_tokens": roles,
@@ -585,6 +700,7 @@ def _count_rows(total: TextReport) -> dict[str, object]:
     per_group = ("words_per_group", "pieces_per_group")
     return {
         **{name: getattr(total, name) for name in counts},
+        **({"segments": total.segments, "padding": total.padding} if total.segments else {}),
         **{name: dict(zip(GROUPS, getattr(total, name), strict=True)) for name in per_group},
     }
 

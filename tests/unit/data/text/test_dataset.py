@@ -79,7 +79,9 @@ def test_digest_tells_storage_apart(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"format": 2}, "format 2 "),
+        ({"format": 3}, "format 3 .*1 or 2"),
+        ({"format": 2}, "segments_per_row"),
+        ({"format": 2, "segments_per_row": 4}, "row_length 21 .* 24"),
         ({"kind": "images"}, "kind 'images' .*'text'"),
         ({"row_length": 20}, "row_length 20 .* 21"),
         ({"groups": ["noun"]}, "groups"),

@@ -103,6 +103,25 @@ def test_alignment_of_any_other_tokenizer(batch: list[str]) -> None:
     check_alignment(batch, tokenizer)
 
 
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.lists(sentences, min_size=1, max_size=3), min_size=1, max_size=3))
+def test_pieces_of_whole_documents(batch: list[list[str]]) -> None:
+    """The pieces are those of the text with the white space between its sentences, the tags those of the sentences."""
+    tokenizer = byte_level()
+    texts = [" ".join(parts) for parts in batch]
+    ends = np.cumsum([len(parts) for parts in batch]).tolist()
+    flat = [sentence for parts in batch for sentence in parts]
+    whole = Annotator(tokenizer, TextBlobTagger()).annotate(flat, list(zip(ends, texts, strict=True)))
+    pieces = [tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
+    assert whole.tokens.tolist() == [piece for text in pieces for piece in text]
+    assert whole.lengths == [len(text) for text in pieces]
+    alone = Annotator(tokenizer, TextBlobTagger()).annotate(flat)
+    assert np.array_equal(whole.words_per_group, alone.words_per_group)
+    words = [tags[(tags & WORD_START) != 0] for tags in (whole.tags, alone.tags)]
+    if len(words[0]) == len(words[1]):  # the tokenizer has no piece for some characters, but one for a space before
+        assert np.array_equal(*words)
+
+
 def check_alignment(batch: list[str], tokenizer: Tokenizer) -> None:
     annotated = Annotator(tokenizer, TextBlobTagger()).annotate(batch)
     assert sum(annotated.lengths) == len(annotated.tokens) == len(annotated.tags)

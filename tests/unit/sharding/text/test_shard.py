@@ -9,13 +9,15 @@ import re
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoTokenizer
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from tests.fixtures import small_text_config, small_text_dataset
 from tests.unit.sharding.test_parts import content
@@ -25,7 +27,16 @@ from trp_scale.errors import DataError
 from trp_scale.sharding.display import read_block
 from trp_scale.sharding.text import annotate
 from trp_scale.sharding.text.annotate import NLTK_INSTALL, TaggerError, make_tagger, resolve_tagger
-from trp_scale.sharding.text.shard import RowPacker, ShardTextConfig, fill_rows, pad_sentence_ends, shard_text
+from trp_scale.sharding.text.shard import (
+    SHORTEST_PART,
+    RowPacker,
+    SegmentPacker,
+    ShardTextConfig,
+    fill_rows,
+    pad_sentence_ends,
+    shard_text,
+)
+from trp_scale.sharding.verify import verify_dataset
 from trp_scale.storage.files import only_run
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -271,6 +282,7 @@ def test_nltk_tagger_gives_the_groups_of_nltk() -> None:
     [
         ({"embedded": True}, "one of the two"),
         ({"length": 4}, "--length is 4"),
+        ({"segments_per_row": 4}, "--segments_per_row 4 needs --pack"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(
@@ -337,3 +349,71 @@ def test_rows_are_laid_out_and_padded() -> None:
     rows = fill_rows(values, np.array([1, 3, 2]), 4, padding=9)
     assert rows.tolist() == [[1, 9, 9, 9], [2, 3, 4, 9], [5, 6, 9, 9]]
     assert pad_sentence_ends([[1], [1, 2, 3], [2]]).tolist() == [[1, 1, 1], [1, 2, 3], [2, 2, 2]]
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.integers(0, 70), max_size=30), st.integers(1, 6))
+def test_documents_fill_packed_rows(corpus: list[int], most: int) -> None:
+    length = 24
+    packer = SegmentPacker(length, most)
+    for pieces in corpus:
+        packer.add_sentence(pieces)
+        packer.end_document()
+    packer.end_row()
+    parts = [np.diff([0, *ends]).tolist() for ends in packer.sentence_ends]
+    assert sum(packer.lengths) == sum(corpus)
+    assert [sum(row) - 2 * len(row) for row in parts] == packer.lengths
+    assert all(len(row) <= most and min(row) > 2 and sum(row) <= length for row in parts)
+    for row, following in pairwise(parts):
+        room = length - sum(row) - 2
+        assert len(row) == most or room < min(following[0] - 2, SHORTEST_PART)
+
+
+def byte_level_tokenizer(directory: Path, texts: list[str]) -> Path:
+    """Write a tokenizer whose pieces begin with the space before a word."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    tokenizer.train_from_iterator(
+        texts, trainers.BpeTrainer(vocab_size=600, special_tokens=special, show_progress=False)
+    )
+    names = ("pad_token", "unk_token", "cls_token", "sep_token", "mask_token")
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **dict(zip(names, special, strict=True))).save_pretrained(
+        directory
+    )
+    return directory
+
+
+@pytest.mark.parametrize("pieces", ["words", "bytes"])
+def test_packed_rows_have_the_pieces_of_each_document(made: Path, tmp_path: Path, pieces: str) -> None:
+    texts = [json.loads(line)["text"] for line in made.with_name("data.jsonl").read_text("utf-8").splitlines()]
+    directory = made / "tokenizer" if pieces == "words" else byte_level_tokenizer(tmp_path / "bytes", texts)
+    output = shard_text(config_of(made, tmp_path / "out", pack=True, tokenizer=str(directory), shard_bytes=1 << 20))
+    dataset, tokenizer = read_json(output / "dataset.json"), AutoTokenizer.from_pretrained(str(directory))
+    assert (dataset["format"], dataset["row_length"], dataset["segments_per_row"]) == (2, 64, 8)
+    parts: list[list[int]] = []
+    rows = 0
+    for name in dataset["shards"]:
+        for block in read_index(output / "shards" / name).blocks:
+            arrays = read_block(output / "shards" / name, block)
+            for row, tags, ends in zip(
+                *(arrays[f"{name}.npy"] for name in ("tokens", "tags", "sentences")), strict=True
+            ):
+                rows += 1
+                for start, end in zip([0, *ends[:-1]], ends, strict=True):
+                    if end > start:
+                        assert (row[start], row[end - 1]) == (tokenizer.cls_token_id, tokenizer.sep_token_id)
+                        assert tags[start] == tags[end - 1] == OTHER
+                        parts.append(row[start + 1 : end - 1].tolist())
+    stored = iter(parts)
+    for text in texts:
+        wanted = tokenizer(text, add_special_tokens=False)["input_ids"]
+        joined: list[int] = []
+        while len(joined) < len(wanted):
+            joined += next(stored)
+        assert joined == wanted
+    assert next(stored, None) is None
+    assert dataset["segments"] == len(parts)
+    assert dataset["padding"] == 64 * rows - sum(len(part) + 2 for part in parts)
+    assert dataset["padding"] < 0.01 * 64 * rows
+    verify_dataset(output)
