@@ -55,6 +55,8 @@ class Outline:
         rows: makes a dummy batch of a number of rows, with the shapes and types of real batches.
         step_rows: rows per step on all ranks.
         positions: sequence positions per row.
+        spared_flops: FLOPs of a forward pass over a batch that are counted, but that kernels for local attention and
+            packed rows leave out.
     """
 
     model: Callable[[], nn.Module]
@@ -62,12 +64,15 @@ class Outline:
     rows: Callable[[int], Batch]
     step_rows: int
     positions: int
+    spared_flops: Callable[[Batch], float] = lambda batch: 0.0
 
     @cached_property
     def forward_flops(self) -> float:
         """FLOPs of a forward pass over the rows of a step, without those of hooks."""
-        batch = self.rows(COUNTED_ROWS).to(torch.device("meta"))
-        return count_flops(self.model, lambda model: self.objective(model, batch)) / batch.rows * self.step_rows
+        rows = self.rows(COUNTED_ROWS)
+        batch = rows.to(torch.device("meta"))
+        counted = count_flops(self.model, lambda model: self.objective(model, batch))
+        return (counted - self.spared_flops(rows)) / batch.rows * self.step_rows
 
     def step_flops(self, ranks: int) -> float:
         """Return the model FLOPs of a training step on all `ranks` ranks."""

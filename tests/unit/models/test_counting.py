@@ -75,10 +75,10 @@ TERAFLOPS = {
     "pos_bert_large_32k": 32438,
     "pos_bert_large_32k_512": 32438,
     "pos_bert_tiny": 0.061175,
-    "pos_modern_base": 86805,
-    "pos_modern_base_decay": 86805,
-    "pos_modern_large": 182210,
-    "pos_modern_tiny": 0.074364,
+    "pos_modern_base": 47531.7,
+    "pos_modern_base_decay": 47531.7,
+    "pos_modern_large": 114884,
+    "pos_modern_tiny": 0.0737694,
     "segmentation_ade20k_adpe_vit_b": 58.118,
     "segmentation_ade20k_mlo_mae_vit_b": 29.059,
     "segmentation_imagenet_s50_vit_b": 206.25,
@@ -87,9 +87,9 @@ TERAFLOPS = {
     "u_mae_cifar": 9.5725,
 }
 """Model FLOPs of a step by closed forms: for a layer on N positions of width d and feed-forward width i, forward,
-8 N d^2 (query, key, value, output) + 4 N d i (6 N d i if gated) + 4 N^2 d (all scores, and their sum over values), the
-last layer at the positions that are read; times 3. Pre-training on 8 ranks; GLUE at its longest rows; 40 classes of
-pixels."""
+8 N d^2 (query, key, value, output) + 4 N d i (6 N d i if gated) + 4 N^2 d (all scores, and their sum over values; in a
+window of w on each side 4 ((w + 1)^2 + (N - w - 1) (2 w + 1)) d), the last layer at the positions that are read; times
+3. Pre-training on 8 ranks; GLUE at its longest rows; 40 classes of pixels."""
 NOT_COUNTED = {"detection_coco_vit_b", "detection_tiny", "detection_voc2007_vit_b"}
 
 

@@ -18,6 +18,7 @@ from transformers import BertConfig, BertForPreTraining, BertModel
 from transformers.models.bert.modeling_bert import BertLayer
 
 from trp_scale.config import TextModelConfig
+from trp_scale.core.batch import Batch
 from trp_scale.models.initialise import initialise, set_value
 from trp_scale.models.tensor_plan import WHOLE, Cut, TensorPlan
 
@@ -145,6 +146,11 @@ class ListedLayer:
 
 class ListedModel:
     """Model over rows or over a list of their positions."""
+
+    @staticmethod
+    def spared_flops(model: Any, batch: Batch) -> float:
+        """Return the FLOPs of a forward pass that dense attention has and this model's does not (`Outline`)."""
+        return 0.0
 
     def varying(
         self, tokens: Tensor, *others: Any, kept: Tensor | None = None, **named: Any

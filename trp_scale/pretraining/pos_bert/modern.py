@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import ModernBertConfig, ModernBertForMaskedLM
 
+from trp_scale.core.batch import Batch
 from trp_scale.models.attention import PackedSegments, attend, attend_segments, has_segment_kernel
 from trp_scale.models.initialise import initialise_modern
 from trp_scale.models.tensor_plan import WHOLE, Cut, TensorPlan
@@ -115,6 +116,12 @@ def window_mask(mask: Tensor | None, length: int, reach: int, queries: Tensor) -
     distances = (queries - torch.arange(length, device=queries.device)).abs()  # [1 or R, 1, Q, L]
     near = distances <= reach
     return near if mask is None else near & mask | (distances == 0)
+
+
+def attended_pairs(lengths: Tensor, reach: int) -> Tensor:
+    """Return the number of pairs of positions at most `reach` apart in segments of these lengths."""
+    near = lengths.clamp(max=reach + 1)
+    return near**2 + (lengths - near) * (2 * reach + 1)
 
 
 class AttentionMatrices(nn.Module):
@@ -288,6 +295,20 @@ class ModernBertForMaskedPositions(ListedModel, nn.Module):
             **numbers,
         )
         return ModernBertForMaskedLM(config)
+
+    @staticmethod
+    def spared_flops(model: PosBertModelConfig, batch: Batch) -> float:
+        """Return the FLOPs of attention from queries to keys outside their window or segment."""
+        rows, length = batch["tokens"].shape
+        ends = batch.fields.get("segment_ends")
+        lengths = torch.full((rows,), length) if ends is None else F.pad(ends, (1, 0)).diff().flatten()
+        spared = 0.0
+        for number in range(model.layers):
+            reach = model.local_attention // 2 if number % model.global_every else length
+            share = 1 - float(attended_pairs(lengths.double(), reach).sum()) / (rows * length**2)
+            queries = length if number < model.layers - 1 else 1 + batch["masked_positions"].shape[1]
+            spared += share * rows * queries * length
+        return 4 * model.hidden_size * spared  # products of queries and keys, and of weights and values
 
     @property
     def layers(self) -> nn.ModuleList:

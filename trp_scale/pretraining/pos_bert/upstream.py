@@ -254,6 +254,7 @@ class TextUpstream(Upstream):
             rows=partial(blank_rows, config, length, facts.segments),
             step_rows=config.batch.global_size,
             positions=length,
+            spared_flops=partial(MODELS[model.kind].spared_flops, model),
         )
 
     @cached_property
