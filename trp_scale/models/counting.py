@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -171,14 +171,18 @@ def written_tensors(function: Any, arguments: Any, named: Any, outputs: list[Ten
     return [leaf for leaf in tree_leaves(changed) if isinstance(leaf, Tensor)]
 
 
-ATTENTION_MODULES = ("trp_scale.models.vit", "trp_scale.pretraining.mm_mae.model")
+ATTENTION_MODULES = (
+    "trp_scale.models.vit",
+    "trp_scale.pretraining.mm_mae.model",
+    "trp_scale.pretraining.pos_bert.modern",
+)
 """Modules whose `attend` casts bf16 to fp32 on a CPU."""
 
 
 @contextmanager
 def gpu_attention() -> Iterator[None]:
     """Context with fused attention in the inputs' precision and without dropout, as on a GPU. On a CPU the models cast
-    bf16 to fp32 (vit.attend), and torch does not fuse attention with dropout."""
+    bf16 to fp32 (vit.attend), torch does not fuse attention with dropout, and packed rows need a mask."""
     fused = nn.functional.scaled_dot_product_attention
     places: list[Any] = [sys.modules[name] for name in ATTENTION_MODULES if name in sys.modules]
 
@@ -188,16 +192,38 @@ def gpu_attention() -> Iterator[None]:
     def attend(queries: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None) -> Tensor:
         return fused(queries, keys, values, attn_mask=bias)
 
-    widening = [module.attend for module in places]
-    nn.functional.scaled_dot_product_attention = attention
-    for module in places:
-        module.attend = attend
+    def attend_segments(queries: Tensor, keys: Tensor, values: Tensor, bounds: Tensor, reach: int) -> Tensor:
+        rows, _, length, _ = queries.shape
+        width = 2 * reach
+        if not 0 < width < length or length % width:
+            return fused(queries, keys, values)
+        # As many FLOPs as in windows: attention inside blocks of their width
+        parts = (
+            part.reshape(rows, -1, length // width, width, part.shape[-1]).transpose(1, 2).flatten(0, 1)
+            for part in (queries, keys, values)
+        )
+        context = attention(*parts)  # [R * L / width, H, width, D / H]
+        return context.view(rows, -1, *context.shape[1:]).transpose(1, 2).reshape(queries.shape)  # type: ignore[no-any-return]
+
+    with ExitStack() as stack:
+        stack.enter_context(replaced(nn.functional, "scaled_dot_product_attention", attention))
+        for module in places:
+            stack.enter_context(replaced(module, "attend", attend))
+            if hasattr(module, "attend_segments"):
+                stack.enter_context(replaced(module, "attend_segments", attend_segments))
+                stack.enter_context(replaced(module, "has_segment_kernel", lambda hidden: True))
+        yield
+
+
+@contextmanager
+def replaced(owner: Any, name: str, value: object) -> Iterator[None]:
+    """Context in which an attribute has another value."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
     try:
         yield
     finally:
-        nn.functional.scaled_dot_product_attention = fused
-        for module, original in zip(places, widening, strict=True):
-            module.attend = original
+        setattr(owner, name, before)
 
 
 def replace_parameters(module: nn.Module, convert: Callable[[Tensor], Tensor]) -> None:

@@ -345,8 +345,8 @@ class ModernBertForMaskedPositions(ListedModel, nn.Module):
     ) -> BertOutput:
         """Predict the masked words.
 
-        Arguments as for `BertForMaskedPositions`; `token_types` are not read. The first row of `representation_tap` is
-        that of [CLS], which no head reads.
+        Arguments as for `BertForMaskedPositions`; `token_types` are not read, and the padding of a mask is at the end.
+        The first row of `representation_tap` is that of [CLS], which no head reads.
 
         Args:
             segment_ends: [R, S] int64, ends of the segments of packed rows, ascending, padded with the last one; `None`
@@ -355,7 +355,11 @@ class ModernBertForMaskedPositions(ListedModel, nn.Module):
         assert kept is None or attention_mask is not None, "kept needs a mask"
         places = None if kept is None else KeptPositions.from_mask(kept, tokens)
         hidden = self.model.embeddings(tokens if kept is None else tokens.flatten()[kept])  # [R, L, D], or [K, D]
-        kinds = self.attention_inputs(tokens, attention_mask, segment_ends, fused=has_segment_kernel(hidden))
+        fused = has_segment_kernel(hidden)
+        if fused and segment_ends is None:  # dense attention would be slow in local layers
+            whole = torch.ones_like(tokens, dtype=torch.bool) if attention_mask is None else attention_mask
+            segment_ends = whole.sum(1, keepdim=True)
+        kinds = self.attention_inputs(tokens, attention_mask, segment_ends, fused=fused)
         *layers, last = self.layers
         for number, layer in enumerate(layers):
             hidden = layer(hidden, kinds[self.is_global(number)], places=places)

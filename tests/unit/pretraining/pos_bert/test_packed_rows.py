@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.runs import flags, pretrain_here
-from tests.unit.pretraining.pos_bert.test_modern import VOCABULARY, pair, wide_rotation
+from tests.unit.pretraining.pos_bert.test_modern import VOCABULARY, our_loss, pair, wide_rotation
+from tests.unit.pretraining.pos_bert.test_modern import rows as padded_rows
 from trp_scale.checkpoint.export import find_checkpoint
 from trp_scale.checkpoint.format import read_full_state
 from trp_scale.config import RefusedError
@@ -137,6 +138,19 @@ def test_the_kernel_of_a_gpu_gets_bounds_and_window_of_the_segments(
     monkeypatch.setattr(modern, "has_segment_kernel", lambda hidden: True)
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", segment_by_segment)
     torch.testing.assert_close(packed_losses(ours, rows), expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("padded", [True, False])
+@pytest.mark.parametrize("listed", [True, False])
+def test_the_kernel_takes_rows_that_are_not_packed(monkeypatch: pytest.MonkeyPatch, padded: bool, listed: bool) -> None:
+    ours, _ = pair(torch.float64)
+    batch = padded_rows(padded=padded)
+    expected = our_loss(ours, batch)
+    monkeypatch.setattr(modern, "has_segment_kernel", lambda hidden: True)
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", segment_by_segment)
+    assert float(our_loss(ours, batch, listed=listed and padded).detach()) == pytest.approx(
+        float(expected.detach()), rel=1e-12
+    )
 
 
 def test_segments_have_starts_and_bounds() -> None:
