@@ -50,13 +50,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.gpu_captured import captured_steps
 from benchmarks.gpu_curves import curves
 from benchmarks.gpu_images import images, modalities
+from benchmarks.gpu_modern import modern
 from benchmarks.gpu_parity import parity, waits
 from benchmarks.gpu_ranks import ranks
 from benchmarks.gpu_setting import Item, Outcome, Setting, each
 from trp_scale.distributed.environment import Environment
 from trp_scale.storage.files import write_json
 
-Section = Literal["captured", "ranks", "parity", "waits", "images", "modalities", "curves"]
+Section = Literal["captured", "ranks", "parity", "waits", "images", "modalities", "modern", "curves"]
 SECTIONS: dict[Section, Callable[[Setting], Iterator[Item]]] = {
     "captured": captured_steps,
     "ranks": ranks,
@@ -64,6 +65,7 @@ SECTIONS: dict[Section, Callable[[Setting], Iterator[Item]]] = {
     "waits": waits,
     "images": images,
     "modalities": modalities,
+    "modern": modern,
     "curves": curves,
 }
 """In the order they are measured. A new section is a function that yields items, its name above, and one entry here."""
@@ -85,7 +87,7 @@ class Options:
     small: bool = False
     """Tiny models, few repetitions: to try the script itself, on a CPU too."""
     data: Path = Setting.data
-    """Directory of the data of sections `ranks`, which makes missing ones, and `curves`, which does not."""
+    """Directory of the data of sections `ranks`, which makes missing ones, `modern` and `curves`, which do not."""
     steps: int = Setting.steps
     """Steps of a run of section `curves`."""
     nccl: Path | None = None

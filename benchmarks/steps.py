@@ -113,7 +113,10 @@ class Notes(Observer):
 
 
 def micro_batches(rows: Batch, size: int) -> list[Batch]:
-    """The same rows in micro-batches of this size."""
+    """The same rows in micro-batches of this size. A list of kept positions cannot be cut into parts."""
+    if size == rows.rows:
+        return [rows]
+    assert "kept" not in rows.fields, "kept positions are of the whole batch"
     return [
         replace(
             rows,
