@@ -54,8 +54,8 @@ class PackedSegments(NamedTuple):
 
     def mask(self, queries: Tensor | None = None) -> Tensor:
         """Return the mask [R, 1, Q, L] of queries at positions [R, Q] of the rows; `None` = all."""
-        own = self.starts if queries is None else self.starts.gather(1, queries)
-        return (own[:, :, None] == self.starts[:, None, :])[:, None]
+        starts = self.starts if queries is None else self.starts.gather(1, queries)
+        return (starts[:, :, None] == self.starts[:, None, :])[:, None]
 
 
 def has_segment_kernel(hidden: Tensor) -> bool:

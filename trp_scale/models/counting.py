@@ -206,17 +206,17 @@ def gpu_attention() -> Iterator[None]:
         return context.view(rows, -1, *context.shape[1:]).transpose(1, 2).reshape(queries.shape)  # type: ignore[no-any-return]
 
     with ExitStack() as stack:
-        stack.enter_context(replaced(nn.functional, "scaled_dot_product_attention", attention))
+        stack.enter_context(replace_attribute(nn.functional, "scaled_dot_product_attention", attention))
         for module in places:
-            stack.enter_context(replaced(module, "attend", attend))
+            stack.enter_context(replace_attribute(module, "attend", attend))
             if hasattr(module, "attend_segments"):
-                stack.enter_context(replaced(module, "attend_segments", attend_segments))
-                stack.enter_context(replaced(module, "has_segment_kernel", lambda hidden: True))
+                stack.enter_context(replace_attribute(module, "attend_segments", attend_segments))
+                stack.enter_context(replace_attribute(module, "has_segment_kernel", lambda hidden: True))
         yield
 
 
 @contextmanager
-def replaced(owner: Any, name: str, value: object) -> Iterator[None]:
+def replace_attribute(owner: Any, name: str, value: object) -> Iterator[None]:
     """Context in which an attribute has another value."""
     before = getattr(owner, name)
     setattr(owner, name, value)

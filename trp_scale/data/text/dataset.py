@@ -208,7 +208,7 @@ def _read_meta(directory: Path, fields: Fields) -> TextMeta:
     )
 
 
-def packed_places(ends: Integers, length: int) -> tuple[Flags, Flags, Flags]:
+def segment_places(ends: Integers, length: int) -> tuple[Flags, Flags, Flags]:
     """Return where packed rows have [CLS], pieces of text and [SEP], each [R, L].
 
     Args:

@@ -26,7 +26,7 @@ from trp_scale.data.text.dataset import (
     TextRows,
     agree,
     open_text_dataset,
-    packed_places,
+    segment_places,
 )
 from trp_scale.errors import DataError
 from trp_scale.pretraining.pos_bert.masking import Masked, TokenMasker
@@ -264,7 +264,7 @@ class TextBatchBuilder:
         self, rows: TextRows, segments: Segments
     ) -> tuple[Integers, npt.NDArray[np.uint8], Integers, Flags, Flags]:
         """Return what `_lay_out` returns, of packed rows as they are stored."""
-        first, pieces, last = packed_places(rows.ends[rows.own], self._length)
+        first, pieces, last = segment_places(rows.ends[rows.own], self._length)
         attended = first | pieces | last
         tokens = rows.tokens[rows.own].astype(np.int64)
         tokens[~attended] = self._pad

@@ -85,13 +85,13 @@ class AttentionInputs(NamedTuple):
             return attend(queries, keys, values, self.mask)
         return attend_segments(queries, keys, values, self.segments.bounds, self.reach)
 
-    def attend_at(self, positions: Tensor, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    def attend_positions(self, positions: Tensor, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """Return the attention of positions [R, S], [R, H, S, D / H]; queries are of all positions."""
         chosen = positions[:, None, :, None].expand(-1, queries.shape[1], -1, queries.shape[3])  # [R, H, S, D / H]
         queries = self.rotation.gather(positions).apply(queries.gather(2, chosen))
-        return attend(queries, self.rotation.apply(keys), values, self.mask_at(positions))
+        return attend(queries, self.rotation.apply(keys), values, self.gather_mask(positions))
 
-    def mask_at(self, positions: Tensor) -> Tensor | None:
+    def gather_mask(self, positions: Tensor) -> Tensor | None:
         """Return the mask of queries at positions [R, S]."""
         if self.segments is not None:
             length = self.segments.starts.shape[1]
@@ -118,7 +118,7 @@ def window_mask(mask: Tensor | None, length: int, reach: int, queries: Tensor) -
     return near if mask is None else near & mask | (distances == 0)
 
 
-def attended_pairs(lengths: Tensor, reach: int) -> Tensor:
+def count_pairs(lengths: Tensor, reach: int) -> Tensor:
     """Return the number of pairs of positions at most `reach` apart in segments of these lengths."""
     near = lengths.clamp(max=reach + 1)
     return near**2 + (lengths - near) * (2 * reach + 1)
@@ -192,7 +192,7 @@ class LastModernLayer(ModernLayer):
     ) -> Tensor:
         """Compute `ModernLayer` at positions [R, S] -> [R, S, D]; a list must contain them."""
         queries, keys, values = self.project(hidden, places)
-        context = attention_inputs.attend_at(positions, queries, keys, values)  # [R, H, S, D / H]
+        context = attention_inputs.attend_positions(positions, queries, keys, values)  # [R, H, S, D / H]
         width = hidden.shape[-1]
         if places is None:
             tokens = hidden.gather(1, positions[..., None].expand(-1, -1, width))  # [R, S, D]
@@ -305,7 +305,7 @@ class ModernBertForMaskedPositions(ListedModel, nn.Module):
         spared = 0.0
         for number in range(model.layers):
             reach = model.local_attention // 2 if number % model.global_every else length
-            share = 1 - float(attended_pairs(lengths.double(), reach).sum()) / (rows * length**2)
+            share = 1 - float(count_pairs(lengths.double(), reach).sum()) / (rows * length**2)
             queries = length if number < model.layers - 1 else 1 + batch["masked_positions"].shape[1]
             spared += share * rows * queries * length
         return 4 * model.hidden_size * spared  # products of queries and keys, and of weights and values
@@ -357,8 +357,8 @@ class ModernBertForMaskedPositions(ListedModel, nn.Module):
         hidden = self.model.embeddings(tokens if kept is None else tokens.flatten()[kept])  # [R, L, D], or [K, D]
         fused = has_segment_kernel(hidden)
         if fused and segment_ends is None:  # dense attention would be slow in local layers
-            whole = torch.ones_like(tokens, dtype=torch.bool) if attention_mask is None else attention_mask
-            segment_ends = whole.sum(1, keepdim=True)
+            real = torch.ones_like(tokens, dtype=torch.bool) if attention_mask is None else attention_mask
+            segment_ends = real.sum(1, keepdim=True)
         kinds = self.attention_inputs(tokens, attention_mask, segment_ends, fused=fused)
         *layers, last = self.layers
         for number, layer in enumerate(layers):

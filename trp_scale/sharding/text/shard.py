@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from trp_scale.config.settings import check_settings, setting
 from trp_scale.data.raw_files import DATASET_FORMAT
-from trp_scale.data.text.dataset import GROUP_BITS, GROUPS, OTHER, PACKED_FORMAT, packed_places
+from trp_scale.data.text.dataset import GROUP_BITS, GROUPS, OTHER, PACKED_FORMAT, segment_places
 from trp_scale.data.text.tokenizer import (
     copy_tokenizer_directory,
     load_for_sharding,
@@ -187,7 +187,7 @@ def fill_packed_rows(
         ends: [R, S] ends of the segments.
         special: ids of pad, cls and sep.
     """
-    first, pieces, last = packed_places(ends.astype(np.int64), row_length)
+    first, pieces, last = segment_places(ends.astype(np.int64), row_length)
     token_rows = np.full(pieces.shape, special["pad"], dtype=tokens.dtype)
     token_rows[pieces] = tokens
     token_rows[first], token_rows[last] = special["cls"], special["sep"]
