@@ -77,7 +77,7 @@ TERAFLOPS = {
     "pos_bert_tiny": 0.061175,
     "pos_modern_base": 47531.7,
     "pos_modern_base_decay": 47531.7,
-    "pos_modern_large": 114884,
+    "pos_modern_large": 122862,
     "pos_modern_tiny": 0.0737694,
     "segmentation_ade20k_adpe_vit_b": 58.118,
     "segmentation_ade20k_mlo_mae_vit_b": 29.059,
