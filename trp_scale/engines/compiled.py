@@ -196,6 +196,12 @@ def mark_varying(module: nn.Module, *arguments: Any, **named: Any) -> None:
         tensor._dynamo_hint_overrides = {0: length}  # mark_dynamic's hint_override, which maybe_mark_dynamic lacks
 
 
+@torch._dynamo.disable  # type: ignore[untyped-decorator]
+def mark_block(block: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+    """Mark the arguments of a block where an engine's hooks on it end the graph of the whole model (`mark_varying`)."""
+    mark_varying(block, *arguments, **named)
+
+
 class Compiled:
     """Compiled forward pass of a module, which counts its graphs in `graphs`. A copy of the module copies it too."""
 

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from trp_scale.config.settings import near_divisors
 from trp_scale.core.engine import EngineError
 from trp_scale.core.pieces import Piece, whole_tensors
+from trp_scale.engines.compiled import mark_block
 from trp_scale.engines.optimizer import MatrixOptimizer, empty_state
 from trp_scale.engines.plain import PlainEngine
 from trp_scale.engines.shards import assign_to_least_loaded, sum_of_squares
@@ -66,6 +67,8 @@ class FsdpEngine(PlainEngine):
         }
         for layer in module.layers:  # type: ignore[union-attr, attr-defined]
             fully_shard(layer, **shared)
+            if self.config.training.compile == "whole":
+                layer.register_forward_pre_hook(mark_block, with_kwargs=True)
         # The embeddings stay gathered from the forward on: the prediction head uses them again at its end.
         fully_shard(module, **shared, reshard_after_forward=False)  # changes the class in place
         # Prefetch a block's weights during the previous block; in the backward pass FSDP2 does it by default.
