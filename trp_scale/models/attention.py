@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from inspect import signature
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
+
+HAS_WINDOWS = "window_size" in signature(varlen_attn).parameters
+"""Whether this version of torch has attention inside segments with a window."""
 
 
 def attend(queries: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None) -> Tensor:
@@ -60,7 +65,7 @@ class PackedSegments(NamedTuple):
 
 def has_segment_kernel(hidden: Tensor) -> bool:
     """Whether `attend_segments` has a kernel for attention over hidden states of this device and type."""
-    if not hidden.is_cuda:
+    if not (HAS_WINDOWS and hidden.is_cuda):
         return False
     dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else hidden.dtype
     return dtype in (torch.bfloat16, torch.float16)
@@ -73,8 +78,6 @@ def attend_segments(queries: Tensor, keys: Tensor, values: Tensor, bounds: Tenso
         queries, keys, values: [R, H, L, D / H] in bf16 or fp16 on a GPU.
         bounds: as in `PackedSegments`.
     """
-    from torch.nn.attention.varlen import varlen_attn
-
     rows, _, length, _ = queries.shape
     queries, keys, values = (part.transpose(1, 2).flatten(0, 1) for part in (queries, keys, values))
     context = varlen_attn(queries, keys, values, bounds, bounds, length, length, window_size=(reach, reach))
