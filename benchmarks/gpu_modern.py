@@ -2,11 +2,10 @@
 
 All sides have the same number of rows. Padded rows have one document each, packed rows several. Documents of mixed
 length have log-normal lengths (median 256, at most a row) and random tokens. "books" are two data sets of the same text
-in --data, which this section does not make:
+in --data, which this section does not make. Run in --data:
 
-    trp-scale shard-text --inputs books/train.jsonl --length 128 --output build/gpu_data/books
-    trp-scale shard-text --inputs books/train.jsonl --length 128 --output build/gpu_data/books_packed --pack \
-        --tokenizer build/gpu_data/books/tokenizer
+    trp-scale shard-text --inputs train.jsonl --length 128 --output books
+    trp-scale shard-text --inputs train.jsonl --length 128 --output books_packed --pack --tokenizer books/tokenizer
 
 Rates are of tokens that count: of documents, without padding.
 """
@@ -37,12 +36,14 @@ from trp_scale.pretraining.pos_bert.batch import kept_positions, open_rows
 from trp_scale.pretraining.pos_bert.modern import ModernBertForMaskedPositions
 from trp_scale.pretraining.pos_bert.settings import PosBertConfig
 from trp_scale.pretraining.pos_bert.upstream import PosMaskedLanguageModelling
-from trp_scale.sharding.text.shard import SegmentPacker
+from trp_scale.sharding.text.rows import SegmentPacker
 
 POSITIONS = 65_536
 """Positions of a step on a GPU."""
 MEDIAN, SPREAD = 256, 1.0
 """Median length of a document, and standard deviation of its logarithm."""
+ROUNDS = 9
+"""Measured steps of each side."""
 SPECIAL = {"pad": 0, "cls": 2, "sep": 3}
 
 
@@ -72,7 +73,7 @@ def mixed_rows(rows: int, length: int, config: PosBertConfig) -> dict[str, Batch
         packer.add_sentence(pieces - 2)
         packer.end_document()
     ends = torch.zeros(rows, segments, dtype=torch.int64)
-    for row, stored in enumerate(packer.sentence_ends[:rows]):
+    for row, stored in enumerate(packer.ends[:rows]):
         ends[row, : len(stored)], ends[row, len(stored) :] = torch.tensor(stored), stored[-1]
     mask = torch.arange(length) < torch.tensor(lengths[:rows])[:, None]
     kept = torch.from_numpy(kept_positions(mask.numpy()))
@@ -123,7 +124,7 @@ def measure(setting: Setting, rows: int, length: int, read: Callable[[PosBertCon
     peer = ModernBertForMaskedPositions.transformers_model(config.model, VOCABULARY, SPECIAL)
     assert isinstance(peer, ModernBertForMaskedLM)
     steps["transformers"] = peer_step(peer.train(), peer_inputs(batches["padded"]), config, setting.device)
-    measured = alternate(steps, rounds=setting.rounds)
+    measured = alternate(steps, rounds=ROUNDS)
     tokens = {name: counted_tokens(batch) for name, batch in batches.items()}
     tokens["transformers"] = tokens["padded"]
     figures: Figures = {f"{name}_tokens_per_s": tokens[name] / side.wall for name, side in measured.items()}

@@ -26,7 +26,7 @@ from trp_scale.sharding.parts import new_tar
 from trp_scale.sharding.text.annotate import Annotator, make_tagger
 from trp_scale.sharding.text.corpus import embedded_documents, plan_corpus
 from trp_scale.sharding.text.documents import Document, ReadSettings, read_portion
-from trp_scale.sharding.text.shard import RowSettings, write_portion
+from trp_scale.sharding.text.rows import RowSettings, write_portion
 from trp_scale.sharding.text.splitting import SentenceSplitter, split_keys, unit_keys
 
 READ = ReadSettings(text_field="text", split="train", one_document_per_file=True, max_line_bytes=8_000_000)
@@ -92,7 +92,9 @@ def main() -> None:
         save_trained(train_word_piece(lambda: texts, 8192, True), directory / "tokenizer", True, 128)
         (portion,) = plan_corpus([str(source)], "jsonl", "train", True, 1 << 40).portions
         tokenizer, tagger = load_for_sharding(directory / "tokenizer"), make_tagger(options.tagger)
-        rows = RowSettings(row_length=125, rows_per_block=2048, special={"pad": 0, "unk": 1}, token_dtype="uint16")
+        rows = RowSettings(
+            row_length=125, rows_per_block=2048, special={"pad": 0, "unk": 1, "cls": 2, "sep": 3}, token_dtype="uint16"
+        )
         alone = tagger_alone(options.tagger)
         alone(sentences[:10])  # loads the lexicon
 

@@ -264,6 +264,7 @@ class TextRowReader:
         readers: reader of each data set.
         names: names in the mixture, prefixes of the keys of corrupt blocks.
         row_length: P.
+        segments: maximum segments of a packed row; 0 = not packed.
         token_dtype: type of stored tokens.
         vocab_size: bound of token ids.
     """
@@ -274,12 +275,13 @@ class TextRowReader:
         readers: Sequence[ArrayReader],
         names: Sequence[str],
         row_length: int,
+        segments: int,
         token_dtype: str,
         vocab_size: int,
     ) -> None:
         self._readers, self._names = readers, names
         self._dtypes = (np.dtype(token_dtype), np.dtype(np.uint8), np.dtype(np.uint16))
-        self._row_length, self._vocab_size = row_length, vocab_size
+        self._row_length, self._segments, self._vocab_size = row_length, segments, vocab_size
 
     def read(self, member: Integers, block: Integers, own: Integers, partner: Integers) -> TextRows:
         """Read the rows `own` and `partner` of each block, all [R].
@@ -341,6 +343,8 @@ class TextRowReader:
                 raise DataError(f"arrays of {tokens.shape}, {tags.shape} and {sentences.shape}, not of rows of {width}")
             if (tokens.dtype, tags.dtype, sentences.dtype) != self._dtypes:
                 raise DataError(f"{tokens.dtype}, {tags.dtype} and {sentences.dtype}, not {self._dtypes}")
+            if self._segments and sentences.shape[1] > self._segments:
+                raise DataError(f"{sentences.shape[1]} segments in a row, not at most {self._segments}")
         except Exception as error:  # a damaged file raises many types
             reasons[self._key(code)] = failure_reason(error)
             return None

@@ -12,10 +12,8 @@ import numpy.typing as npt
 
 from trp_scale.config import RefusedError
 from trp_scale.data.hashing import Integers, Words, below, mix, name_hash
-from trp_scale.data.text.dataset import GROUP_BITS, OTHER, WORD_START
+from trp_scale.data.text.dataset import GROUP_BITS, OTHER, WORD_START, Flags
 from trp_scale.pretraining.pos_bert.settings import PosBertMaskingConfig
-
-Flags = npt.NDArray[np.bool_]
 
 _ORDER = np.uint64(name_hash("mask: order"))
 _START = np.uint64(name_hash("mask: start"))

@@ -387,11 +387,11 @@ class ModernBertForMaskedPositions(ListedModel, nn.Module):
     def attention_inputs(
         self, tokens: Tensor, attention_mask: Tensor | None, segment_ends: Tensor | None, *, fused: bool
     ) -> dict[bool, AttentionInputs]:
-        """Return the inputs of global (True) and of local layers, for tokens [R, L]. `fused`: a kernel for segments is
-        there, and no mask needed."""
+        """Return the inputs of global (True) and of local layers, for tokens [R, L]. `fused`: a kernel computes the
+        attention inside segments, without a mask."""
         settings, length = self.settings, tokens.shape[1]
-        places = torch.arange(length, device=tokens.device)
-        positions = places[None]  # [1, L]
+        columns = torch.arange(length, device=tokens.device)
+        positions = columns[None]  # [1, L]
         mask = None if attention_mask is None else attention_mask[:, None, None, :]  # [R, 1, 1, L]
         segments = None
         if segment_ends is not None:
@@ -400,7 +400,7 @@ class ModernBertForMaskedPositions(ListedModel, nn.Module):
             mask = None if fused else segments.mask()  # [R, 1, L, L]
         size, reach = settings.hidden_size // settings.heads, settings.local_attention // 2
         kernel = segments if fused else None
-        local = None if kernel else window_mask(mask, length, reach, places[None, None, :, None])
+        local = None if fused else window_mask(mask, length, reach, columns[None, None, :, None])
         return {
             True: AttentionInputs(
                 Rotation.from_positions(positions, size, settings.global_rotary_base), -1, mask, kernel

@@ -103,13 +103,14 @@ class PosMaskedLanguageModelling:
 
     def __call__(self, forward: Callable[..., BertOutput], batch: Batch) -> TaskLosses:
         """Return the sums of the cross-entropies of each task, in nats and float64, and their counts."""
+        packed = {"segment_ends": batch["segment_ends"]} if "segment_ends" in batch.fields else {}
         output = forward(
             batch["tokens"],
             batch["token_types"],
             batch.fields.get("attention_mask"),
             batch["masked_positions"],
             kept=batch.fields.get("kept"),
-            **{name: batch[name] for name in ("segment_ends",) if name in batch.fields},
+            **packed,
             **{name: batch.extras[name] for name in TAPS.values() if name in batch.extras},
         )
         cross_entropies = output.word_losses or partial(F.cross_entropy, reduction="none")

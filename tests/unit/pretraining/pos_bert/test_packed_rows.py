@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from trp_scale.checkpoint.export import find_checkpoint
 from trp_scale.checkpoint.format import read_full_state
 from trp_scale.config import RefusedError
 from trp_scale.config.run_flags import parse
+from trp_scale.core.batch import Batch
 from trp_scale.data.mixture import parse_paths
 from trp_scale.data.plan import Addresses
 from trp_scale.data.text.tokenizer import open_tokenizer
@@ -153,6 +155,25 @@ def test_the_kernel_takes_rows_that_are_not_packed(monkeypatch: pytest.MonkeyPat
     )
 
 
+@pytest.mark.parametrize("packed", [True, False])
+def test_flops_have_the_pairs_of_windows_and_segments(packed: bool) -> None:
+    """By the masks themselves; padding is a segment of the mask, and no work of the model."""
+    ours, _ = pair(torch.float32)
+    rows = batch()
+    ends = ENDS if packed else torch.full((2, 1), LENGTH)
+    text = torch.arange(LENGTH) < ends[:, -1:]  # [R, L]
+    inputs = ours.attention_inputs(rows["tokens"], None, ends, fused=False)
+    missing = {}
+    for is_global, kind in inputs.items():
+        assert kind.mask is not None
+        missing[is_global] = 2 * LENGTH**2 - int((kind.mask[:, 0] & text[:, None] & text[:, :, None]).sum())
+    # Layers 0 and 3 are global, and the last one has 1 + 8 queries.
+    expected = 4 * 16 * (missing[True] * (1 + 9 / LENGTH) + 2 * missing[False])
+    fields = {"tokens": rows["tokens"], "masked_positions": rows["masked"]} | ({"segment_ends": ENDS} if packed else {})
+    spared = ours.spared_flops(ours.settings, Batch(fields=fields, keys=torch.arange(2), start=0))
+    assert spared == pytest.approx(expected, rel=1e-12)
+
+
 def test_segments_have_starts_and_bounds() -> None:
     packed = PackedSegments.from_ends(torch.tensor([[2, 5, 5], [1, 2, 6]]), 6)
     assert packed.starts.tolist() == [[0, 0, 2, 2, 2, 5], [0, 1, 2, 2, 2, 2]]
@@ -174,19 +195,34 @@ PACKED = {
 }
 
 
-def test_a_batch_masks_text_only_and_has_the_ends_of_its_segments(packed_dataset: Path, tmp_path: Path) -> None:
-    config = parse(flags(packed_dataset, tmp_path / "run", **PACKED)).config
-    rows = open_rows(config, parse_paths(str(packed_dataset)))  # type: ignore[arg-type]
-    count = 12
+def build_batch(dataset: Path, run: Path, count: int = 12) -> Batch:
+    """The first rows of the first block; the fourth is absent."""
+    config = parse(flags(dataset, run, **PACKED)).config
+    rows = open_rows(config, parse_paths(str(dataset)))  # type: ignore[arg-type]
     addresses = Addresses(
-        keys=np.arange(count, dtype=np.uint64),
+        keys=np.arange(count),
         member=np.zeros(count, dtype=np.int64),
         block=np.zeros(count, dtype=np.int64),
         row=np.arange(count),
         epoch=np.zeros(count, dtype=np.int64),
         present=np.arange(count) != 3,
     )
-    batch = rows.builder.build(addresses, 0)
+    return rows.builder.build(addresses, 0)
+
+
+def test_a_block_with_more_segments_than_stated_is_unreadable(packed_dataset: Path, tmp_path: Path) -> None:
+    shutil.copytree(packed_dataset, tmp_path / "data")
+    path = tmp_path / "data" / "dataset.json"
+    path.write_text(path.read_text().replace('"segments_per_row": 8', '"segments_per_row": 1'))
+    batch = build_batch(tmp_path / "data", tmp_path / "run")
+    assert batch["segment_ends"].shape == (12, 1) and not batch["row_weights"].any()
+    (reason,) = batch.reasons.values()
+    assert "not at most 1" in reason
+
+
+def test_a_batch_masks_text_only_and_has_the_ends_of_its_segments(packed_dataset: Path, tmp_path: Path) -> None:
+    count = 12
+    batch = build_batch(packed_dataset, tmp_path / "run", count)
     assert "attention_mask" not in batch.fields and "kept" not in batch.fields
     tokens, ends = batch["tokens"].clone(), batch["segment_ends"]
     assert ends.shape == (count, 8) and ends[3].tolist() == [0] * 8

@@ -9,13 +9,10 @@ import re
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -27,15 +24,7 @@ from trp_scale.errors import DataError
 from trp_scale.sharding.display import read_block
 from trp_scale.sharding.text import annotate
 from trp_scale.sharding.text.annotate import NLTK_INSTALL, TaggerError, make_tagger, resolve_tagger
-from trp_scale.sharding.text.shard import (
-    SHORTEST_PART,
-    RowPacker,
-    SegmentPacker,
-    ShardTextConfig,
-    fill_rows,
-    pad_sentence_ends,
-    shard_text,
-)
+from trp_scale.sharding.text.shard import ShardTextConfig, shard_text
 from trp_scale.sharding.verify import verify_dataset
 from trp_scale.storage.files import only_run
 
@@ -290,83 +279,6 @@ def test_settings_that_cannot_work_are_refused(
 ) -> None:
     with pytest.raises(DataError, match=message):
         shard_text(config_of(made, tmp_path / "out", **changes))
-
-
-ROW = 10
-
-words = st.lists(st.integers(1, 4), min_size=0, max_size=12)  # pieces of each word of a sentence
-documents = st.lists(st.lists(words, max_size=6), max_size=5)
-
-
-def slow_rows(sentences: list[list[int]]) -> list[list[tuple[int, int]]]:
-    """Return the rows of a document as lists of (sentence, number of its pieces), one piece at a time."""
-    rows: list[list[tuple[int, int]]] = [[]]
-    for number, lengths in enumerate(sentences):
-        starts = {sum(lengths[:index]) for index in range(len(lengths))}
-        left = sum(lengths)
-        if left + sum(pieces for _, pieces in rows[-1]) > ROW:
-            rows.append([])
-        while left > ROW:
-            place = sum(lengths) - left
-            cut = next((size for size in range(ROW, 0, -1) if place + size in starts), ROW)
-            rows[-1].append((number, cut))
-            rows.append([])
-            left -= cut
-        if left:
-            rows[-1].append((number, left))
-    return [row for row in rows if row]
-
-
-@settings(max_examples=300, deadline=None)
-@given(documents)
-def test_rows_are_those_of_the_slow_definition(corpus: list[list[list[int]]]) -> None:
-    packer = RowPacker(ROW)
-    expected: list[list[tuple[int, int]]] = []
-    for sentences in corpus:
-        for lengths in sentences:
-            starts = np.zeros(sum(lengths), dtype=bool)
-            starts[np.cumsum([0, *lengths])[:-1]] = True
-            packer.add_sentence(sum(lengths), starts)
-        packer.end_document()
-        expected += slow_rows(sentences)
-    ends = [np.cumsum([pieces for _, pieces in row]).tolist() for row in expected]
-    assert packer.sentence_ends == ends
-    assert packer.lengths == [row[-1] for row in ends]
-    assert sum(packer.lengths) == sum(sum(lengths) for sentences in corpus for lengths in sentences)
-
-
-def test_a_word_longer_than_a_row_is_cut_in_its_middle() -> None:
-    packer = RowPacker(ROW)
-    starts = np.zeros(25, dtype=bool)
-    starts[0] = True
-    packer.add_sentence(25, starts)
-    packer.end_document()
-    assert packer.lengths == [10, 10, 5]
-
-
-def test_rows_are_laid_out_and_padded() -> None:
-    values = np.arange(1, 7, dtype=np.uint16)
-    rows = fill_rows(values, np.array([1, 3, 2]), 4, padding=9)
-    assert rows.tolist() == [[1, 9, 9, 9], [2, 3, 4, 9], [5, 6, 9, 9]]
-    assert pad_sentence_ends([[1], [1, 2, 3], [2]]).tolist() == [[1, 1, 1], [1, 2, 3], [2, 2, 2]]
-
-
-@settings(max_examples=300, deadline=None)
-@given(st.lists(st.integers(0, 70), max_size=30), st.integers(1, 6))
-def test_documents_fill_packed_rows(corpus: list[int], most: int) -> None:
-    length = 24
-    packer = SegmentPacker(length, most)
-    for pieces in corpus:
-        packer.add_sentence(pieces)
-        packer.end_document()
-    packer.end_row()
-    parts = [np.diff([0, *ends]).tolist() for ends in packer.sentence_ends]
-    assert sum(packer.lengths) == sum(corpus)
-    assert [sum(row) - 2 * len(row) for row in parts] == packer.lengths
-    assert all(len(row) <= most and min(row) > 2 and sum(row) <= length for row in parts)
-    for row, following in pairwise(parts):
-        room = length - sum(row) - 2
-        assert len(row) == most or room < min(following[0] - 2, SHORTEST_PART)
 
 
 def byte_level_tokenizer(directory: Path, texts: list[str]) -> Path:
