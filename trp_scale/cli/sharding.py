@@ -20,7 +20,7 @@ def shard_text(argv: Sequence[str]) -> int:
     from trp_scale.sharding.text.shard import ShardTextConfig
     from trp_scale.sharding.text.shard import shard_text as shard
 
-    first = ("inputs", "output", "embedded", "length", "tokenizer", "vocab_size", "rows_per_block", "processes")
+    first = ("inputs", "output", "embedded", "length", "pack", "tokenizer", "vocab_size", "rows_per_block", "processes")
     settings = read(ShardTextConfig, argv, prog="trp-scale shard-text", first=(*first, "executor"))
     return _run_or_submit("shard-text", argv, settings, settings.output, shard)
 
