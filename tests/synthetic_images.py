@@ -135,7 +135,7 @@ def image_trainer(layout: Layout, config: Config, *, halves: bool = False) -> tu
         objective = UniformPatchReconstruction(config.objective, PATCH, group, source_names(config))
     run = RunContext(config=config, objective=objective, engine=engine)
     adversary = built(run, "adversary")
-    others: list[Hook] = [] if adversary is None else [adversary]
+    others: list[Hook] = [hook for hook in (built(run, "multilevel"), adversary) if hook is not None]
     if isinstance(objective, UniformPatchReconstruction):
         others.append(Uniformity(objective))
     trainer = RecordingTrainer(

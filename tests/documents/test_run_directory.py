@@ -74,9 +74,10 @@ def image_runs(dataset: Path, directory: Path) -> Iterator[Path]:
         "modalities": ("mm_mae_tiny", {"modalities__visible_tokens": 10}),
     }
     for kind in registered_names("multilevel"):
-        exact = {} if kind in ("none", "color", "reconstruction") else {"multilevel__exact_every": 2}
+        learned = kind not in ("none", "color", "self_guided")
+        exact = {"multilevel__exact_every": 2} if learned and kind != "reconstruction" else {}
         weights = {"multilevel__weights": "normalised"} if kind == "reconstruction" else {}
-        changes = {**MASKS, **exact, **weights} if kind not in ("none", "color") else {"crops__size": 32}
+        changes = {**MASKS, **exact, **weights} if learned else {"crops__size": 32}
         kinds[f"masks_{kind}"] = ("mlo_mae_tiny", {"multilevel__kind": kind, **changes})
     for name, (recipe, changes) in kinds.items():
         run_dir = directory / name

@@ -33,7 +33,7 @@ def problem(**changes: Any) -> str:
     return str(caught.value)
 
 
-KINDS = ("none", "color", "head", "joint", "fine_tuning", "reconstruction")
+KINDS = ("none", "color", "self_guided", "head", "joint", "fine_tuning", "reconstruction")
 
 
 @pytest.mark.parametrize("kind", KINDS)

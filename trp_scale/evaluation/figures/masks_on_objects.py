@@ -23,6 +23,7 @@ from trp_scale.finetuning.dense.settings import SegmentationTaskConfig
 from trp_scale.finetuning.dense.task import open_dense
 from trp_scale.finetuning.measurement import all_blocks, read_once
 from trp_scale.methods.learned_masks.masks import scheduled_split, select
+from trp_scale.methods.learned_masks.self_guided import cluster_scores
 from trp_scale.pretraining.modalities.semseg import VOID
 from trp_scale.reporting.results import Results, SeedResult, join
 
@@ -111,20 +112,35 @@ def measure_masks(trained: TrainedImages, data: str, background: Sequence[str], 
 
 
 def _patch_scores(trained: TrainedImages) -> Callable[[Batch], dict[str, Tensor]]:
-    """Return a function from a batch to scores [R, N], the largest of which are masked: random, or of the masking
-    network and of its initialisation."""
+    """Return a function from a batch to scores [R, N], the largest of which are masked: random, self-guided
+    (without hints), or of the masking network and of its initialisation."""
     network, seed = load_masking_network(trained), trained.config.training.seed
+    if trained.config.multilevel.kind == "self_guided":
+        return lambda batch: {LEARNED: cluster_scores(_encode(trained, _patches(trained, batch)))}
     if network is None:
         count = (trained.config.crops.size // trained.config.vision.patch_size) ** 2
         return lambda batch: {LEARNED: torch.stack([random_scores(seed, key, count) for key in batch.keys.tolist()])}
     untrained = type(network)(trained.config).eval()  # initialised from the seed, as in the run
 
     def score(batch: Batch) -> dict[str, Tensor]:
-        images = Batch(fields={"images": batch["images"][:, None]}, keys=batch.keys, start=batch.start)
-        embeddings = trained.model.patch_embed(trained.objective.patches(images))  # [R, N, D]
+        embeddings = trained.model.patch_embed(_patches(trained, batch))  # [R, N, D]
         return {LEARNED: network(embeddings), BEFORE: untrained(embeddings)}
 
     return score
+
+
+def _patches(trained: TrainedImages, batch: Batch) -> Tensor:
+    """Return the patches of whole images, [R, N, P]."""
+    images = Batch(fields={"images": batch["images"][:, None]}, keys=batch.keys, start=batch.start)
+    return trained.objective.patches(images)
+
+
+def _encode(trained: TrainedImages, patches: Tensor) -> Tensor:
+    """Return the encoder's output of all patches, [R, N, P] -> [R, N, D]."""
+    features: Tensor = trained.model(
+        patches, torch.arange(patches.shape[1]).expand(len(patches), -1), None, output="features"
+    )
+    return features[:, 1:]
 
 
 def _seed_result(trained: TrainedImages, name: str, overlap: MaskOverlap, split: PatchSplit) -> SeedResult:

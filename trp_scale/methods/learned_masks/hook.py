@@ -320,13 +320,24 @@ def masks_step_flops(
     return inner + (head + outer / settings.every) / settings.unroll
 
 
-def _count_passes(config: MaskedAutoencoderConfig, make_model: Callable[[], nn.Module]) -> Passes:
-    settings, crops, patch = config.multilevel, config.crops, config.vision.patch_size
-    patches = (crops.size // patch) ** 2
+def count_whole_image(config: MaskedAutoencoderConfig, make_model: Callable[[], nn.Module]) -> float:
+    """Return the FLOPs of the encoder on one whole crop."""
+    image, order = blank_image(config)
+    return count_flops(make_model, lambda model: model(image, order, order[:, :0], output="features"))
+
+
+def blank_image(config: MaskedAutoencoderConfig) -> tuple[Tensor, Tensor]:
+    """Return patches [1, N, P] and their numbers [1, N], without content."""
+    patch = config.vision.patch_size
+    patches = (config.crops.size // patch) ** 2
     meta = torch.device("meta")
-    image = torch.empty(1, patches, 3 * patch**2, device=meta)
-    order = torch.empty(1, patches, dtype=torch.int64, device=meta)
-    embeddings = torch.empty(1, patches, config.model.hidden_size, device=meta)
+    return torch.empty(1, patches, 3 * patch**2, device=meta), torch.empty(1, patches, dtype=torch.int64, device=meta)
+
+
+def _count_passes(config: MaskedAutoencoderConfig, make_model: Callable[[], nn.Module]) -> Passes:
+    settings, crops = config.multilevel, config.crops
+    image, order = blank_image(config)
+    embeddings = torch.empty(*order.shape, config.model.hidden_size, device=order.device)
 
     def make_network() -> nn.Module:
         return NETWORKS[settings.network](config)
@@ -340,8 +351,7 @@ def _count_passes(config: MaskedAutoencoderConfig, make_model: Callable[[], nn.M
     rows, whole = config.batch.global_size * crops.count, 0.0
     if settings.reads_labels:
         images = settings.batch_size or config.batch.global_size
-        encode = count_flops(make_model, lambda model: model(image, order, order[:, :0], output="features"))
-        whole = images * crops.count * encode
+        whole = images * crops.count * count_whole_image(config, make_model)
     return Passes(
         whole=whole,
         choice=rows * (embed + choose),

@@ -55,6 +55,25 @@ class ColorSettings(MultilevelSettings):
             yield f"--multilevel.fine_sigma is {self.fine_sigma:g}, allowed: below --multilevel.sigma {self.sigma:g}"
 
 
+@component("multilevel", "self_guided", "trp_scale.methods.learned_masks.self_guided:SelfGuidedMasks")
+@dataclass(kw_only=True)
+class SelfGuidedSettings(MultilevelSettings):
+    """Mask the object's cluster of patches, by the encoder itself (self-guided masks): no network, no labels, and one
+    more pass of the encoder over whole images."""
+
+    start: float = setting(0.125, at_least=0, at_most=1)
+    """Share of the steps with random masks before: 50 of the paper's 400 epochs."""
+    hints: float = setting(0.1, at_least=0, below=1)
+    """Share of the masked patches that are shown as hints, evenly over the ranking; as many others are masked."""
+
+    def first_step(self, config: MaskedAutoencoderConfig) -> int:
+        """Return the first step with these masks."""
+        return math.ceil(self.start * config.training.steps)
+
+    def against_capturing(self, config: MaskedAutoencoderConfig) -> Iterator[str]:
+        yield f"--multilevel.kind {self.kind} encodes whole images before the step"
+
+
 @dataclass(kw_only=True)
 class LearnedMasksSettings(MultilevelSettings):
     """Settings of kinds with a masking network, which gives each patch a probability. The most probable patches are

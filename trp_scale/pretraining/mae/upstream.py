@@ -21,10 +21,10 @@ from trp_scale.data.sources import OpenLabelled
 from trp_scale.data.train_source import JoinedWindows
 from trp_scale.distributed.environment import Environment
 from trp_scale.distributed.groups import Group
-from trp_scale.methods.learned_masks.hook import masks_step_flops
+from trp_scale.methods.learned_masks.hook import count_whole_image, masks_step_flops
 from trp_scale.methods.learned_masks.labelled import open_downstream
 from trp_scale.methods.learned_masks.second_levels import JointObjective
-from trp_scale.methods.learned_masks.settings import LearnedMasksSettings, RandomMasksSettings
+from trp_scale.methods.learned_masks.settings import LearnedMasksSettings, RandomMasksSettings, SelfGuidedSettings
 from trp_scale.models.patches import ImagePatches, gather_patches, normalise_patches
 from trp_scale.models.positions import PERTURBATION, PIXEL_SHIFT
 from trp_scale.pretraining.base import DataFacts, Outline, Upstream
@@ -246,12 +246,16 @@ def blank_rows(config: MaeConfig, rows: int) -> Batch:
 
 @dataclass(frozen=True, kw_only=True)
 class ImageOutline(Outline):
-    """Outline of the pass over masked images; only `step_flops` includes the cost of learned masks."""
+    """Outline of the pass over masked images; only `step_flops` includes the cost of choosing masks."""
 
     config: MaeConfig
 
     def step_flops(self, ranks: int) -> float:
         masks = self.config.multilevel
+        if isinstance(masks, SelfGuidedSettings):
+            share = 1 - masks.first_step(self.config) / self.config.training.steps
+            images = self.config.batch.global_size * self.config.crops.count
+            return super().step_flops(ranks) + share * images * count_whole_image(self.config, self.model)
         if not isinstance(masks, LearnedMasksSettings):
             return super().step_flops(ranks)
         masked = self.forward_flops

@@ -65,6 +65,17 @@ def test_random_masks_lie_on_objects_by_chance(image_dataset: Path, tmp_path: Pa
     assert few["masks"].detail[0]["images"] == 5
 
 
+def test_self_guided_masks_are_those_of_the_encoder(image_dataset: Path, tmp_path: Path) -> None:
+    shares = []
+    for kind in ("none", "self_guided"):
+        changes = {"vision__patch_size": 8, "multilevel__kind": kind}
+        assert pretrain_here(image_flags("mae_vit_b", image_dataset, tmp_path / kind, **changes)) == 0
+        shares.append(measured(tmp_path / kind, image_dataset, tmp_path / f"found_{kind}", GROUND)["masks"])
+    random, guided = shares
+    assert guided.metrics["by_chance"] == random.metrics["by_chance"]
+    assert guided.mean != random.mean, "the masks do not depend on the encoder"
+
+
 @pytest.mark.parametrize(
     ("background", "message"),
     [("sky", "'sky'"), (f"{GROUND},{OBJECTS}", f"--background {GROUND}")],
