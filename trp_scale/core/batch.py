@@ -212,6 +212,29 @@ class StepStats:
     task_counts: tuple[float, ...] = ()
 
 
+class HostCopy:
+    """A tensor that is being copied to the host. The copy is queued after the work so far; only `read` waits."""
+
+    def __init__(self, values: Tensor) -> None:
+        self._values = values
+        self._arrived: torch.cuda.Event | None = None
+        if values.is_cuda:
+            self._values = torch.empty_like(values, device="cpu", pin_memory=True)
+            self._values.copy_(values, non_blocking=True)
+            self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._arrived.record()
+
+    def has_arrived(self) -> bool:
+        """Return whether `read` returns without a wait."""
+        return self._arrived is None or bool(self._arrived.query())  # type: ignore[no-untyped-call]
+
+    def read(self) -> Tensor:
+        """Wait for the copy and return it."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return self._values
+
+
 class LateStats:
     """StepStats that are being copied to the host. The copy is queued after the step's work; only `read` waits.
 
@@ -234,26 +257,17 @@ class LateStats:
     ) -> None:
         self.lr, self.tasks = lr, len(means)
         head = torch.stack([number.to(torch.float64) for number in (applied, grad_norm, loss)])
-        self._values = torch.cat([head, means, weights, counts])
-        self._arrived: torch.cuda.Event | None = None
+        self._values = HostCopy(torch.cat([head, means, weights, counts]))
         self._read: StepStats | None = None
-        if self._values.is_cuda:
-            on_device = self._values
-            self._values = torch.empty_like(on_device, device="cpu", pin_memory=True)
-            self._values.copy_(on_device, non_blocking=True)
-            self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._arrived.record()
 
     def has_arrived(self) -> bool:
         """Whether `read` returns without a wait."""
-        return self._arrived is None or bool(self._arrived.query())  # type: ignore[no-untyped-call]
+        return self._values.has_arrived()
 
     def read(self) -> StepStats:
         """Wait for the device and return the statistics."""
         if self._read is None:
-            if self._arrived is not None:
-                self._arrived.synchronize()
-            (applied, grad_norm, loss, *rest), tasks = self._values.tolist(), self.tasks
+            (applied, grad_norm, loss, *rest), tasks = self._values.read().tolist(), self.tasks
             self._read = StepStats(
                 applied=bool(applied),
                 grad_norm=grad_norm,

@@ -14,6 +14,7 @@ from trp_scale.config import RefusedError
 from trp_scale.data.index import read_json
 from trp_scale.data.mixture import parse_members
 from trp_scale.errors import DataError
+from trp_scale.methods.balancing.base import TaskBalancer
 from trp_scale.training.metrics import METRICS_FILE
 from trp_scale.training.rundir import CONFIG_FILE
 
@@ -69,3 +70,16 @@ def test_a_balancer_reads_the_file(tmp_path: Path) -> None:
             balancer(ToyObjective(tasks=tasks), "minimax", scale="reference", reference_file=str(path))
     with pytest.raises(DataError, match=r"missing\.json"):
         balancer(three, "minimax", scale="reference", reference_file=str(tmp_path / "missing.json"))
+
+
+def test_a_reference_that_changed_since_the_checkpoint_is_refused(tmp_path: Path) -> None:
+    path, two = tmp_path / "reference.json", ToyObjective(tasks=("a", "b"))
+
+    def weigher(a: float) -> TaskBalancer:
+        path.write_text(json.dumps({"losses": {"a": a, "b": 2.0}}))
+        return balancer(two, "minimax", scale="reference", reference_file=str(path))
+
+    state = weigher(1.0).state_dict()
+    weigher(1.0).load_state_dict(state)
+    with pytest.raises(RefusedError, match=r"reference\.json has changed"):
+        weigher(1.5).load_state_dict(state)

@@ -166,9 +166,15 @@ class LossReadingBalancer(TaskBalancer):
         return values
 
     def state_dict(self) -> dict[str, Any]:
-        return {"first_losses": self.first_losses.cpu()}
+        reference = {"reference": self.reference.cpu()} if self.settings.reference_file else {}
+        return {"first_losses": self.first_losses.cpu(), **reference}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if "reference" in state and not torch.equal(state["reference"], self.reference.cpu()):
+            raise RefusedError(
+                f"--balancer.reference_file {self.settings.reference_file} has changed since the checkpoint was written; "
+                "restore the file, or start a new run"
+            )
         self.first_losses = state["first_losses"].to(self.device)
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from trp_scale.config import RefusedError
+from trp_scale.core.batch import HostCopy, TaskLosses
 from trp_scale.core.hooks import StepContext
 from trp_scale.core.run import RunContext, tensor_seed
 from trp_scale.errors import error_text
@@ -26,7 +27,8 @@ WEIGHTINGS: dict[str, tuple[str, dict[str, float]]] = {
     "fairgrad": ("FairGradWeighting", {"alpha": 1.0}),
     "cagrad": ("CAGradWeighting", {"c": 0.5}),
 }
-"""Class in torchjd.aggregation and its arguments; stateful ones and those that read the Jacobian are left out."""
+"""Class in torchjd.aggregation and its arguments; stateful ones and those that read the Jacobian are left out. FairGrad
+with alpha 1 solves G w = 1 / w, the equation of Nash-MTL (Navon et al. 2022), whose class in TorchJD is stateful."""
 
 
 class JacobianDescent(TappingBalancer):
@@ -36,6 +38,9 @@ class JacobianDescent(TappingBalancer):
     below SMALLEST_WEIGHT of the mean, since a task without a weight has no gradient; negative weights (Aligned-MTL,
     IMTL-G) end there too. The first step has equal weights. A task that was absent, or had no finite gradient above 0,
     is left out of the Gramian and keeps its weight; the others share the sum of their previous weights.
+
+    The Gramian's copy to the host is queued at the end of a step. The host reads it when the first forward pass of the
+    next step is queued, so that the device computes while the host solves for the weights.
 
     Raises:
         RefusedError: TorchJD or a solver of the method is not installed.
@@ -59,12 +64,21 @@ class JacobianDescent(TappingBalancer):
             ) from error
         self.task_weights = self.balanced.double()  # [T], mean 1 over the balanced tasks
         self.gramian = torch.outer(self.task_weights, self.task_weights) * 0.0  # [T, T]
+        self._on_host = HostCopy(self.gramian)
         self._solved: tuple[int, Tensor] | None = None
         self._measured = self.gramian
 
+    def before_step(self, ctx: StepContext) -> None:
+        self._last = ctx  # `total` sets the weights
+
+    def total(self, ctx: StepContext, losses: TaskLosses) -> Tensor:
+        if ctx.weights is None:
+            self.set_weights(ctx, None)
+        return super().total(ctx, losses)
+
     def solve(self, step: int) -> Tensor:
-        """Return the task weights [T] for the Gramian of the last applied step; waits for the device."""
-        gramian = self.gramian.cpu()
+        """Return the task weights [T] for the Gramian of the last applied step; waits for the end of that step."""
+        gramian = self._on_host.read()
         squares = gramian.diagonal()
         seen = ((squares > 0) & squares.isfinite()).nonzero()[:, 0]
         if len(seen) < 2:
@@ -97,6 +111,7 @@ class JacobianDescent(TappingBalancer):
         assert solved is not None, "set before the step"
         self.task_weights = ctx.commit(solved[1], self.task_weights)
         self.gramian = ctx.commit(self._measured, self.gramian)
+        self._on_host = HostCopy(self.gramian)
 
     def metrics(self) -> Mapping[str, Any]:
         """Return `at`, `method`, `task_weights` and `conflicts` (pairs of tasks with opposed gradients)."""
@@ -114,4 +129,4 @@ class JacobianDescent(TappingBalancer):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.task_weights = state["task_weights"].to(self.device)
         self.gramian = state["gramian"].to(self.device)
-        self._solved = None
+        self._on_host, self._solved = HostCopy(self.gramian), None

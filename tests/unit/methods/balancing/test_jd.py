@@ -14,6 +14,7 @@ from torch import Tensor
 from tests.unit.methods.balancing.branching import Branching, BranchingObjective, elements, window
 from tests.unit.methods.balancing.toy import ToyObjective, balancer, take_step
 from trp_scale.config import RefusedError
+from trp_scale.core.batch import HostCopy
 from trp_scale.core.run import TapPlace, tensor_seed
 from trp_scale.methods.balancing.gradnorm import SMALLEST_WEIGHT
 from trp_scale.methods.balancing.jd import WEIGHTINGS, JacobianDescent
@@ -84,6 +85,24 @@ def test_weights_are_those_of_torchjd_for_the_jacobian_of_the_step_before(method
                 parameter.grad = None
     alike = method == "dualproj" or (at == "representation" and method in ("upgrad", "pcgrad"))
     assert alike or uneven > 1.05, "equal weights would pass as well"
+
+
+def test_fairgrad_solves_the_equation_of_nash_mtl() -> None:
+    """G w = 1 / w (Navon et al. 2022, claim 3.1), up to a factor."""
+    matrix = torch.randn(3, 30, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    gramian = matrix @ matrix.T / matrix.square().sum() * 3
+    weights = aggregation.FairGradWeighting(**WEIGHTINGS["fairgrad"][1])(gramian)
+    assert ((gramian @ weights) * weights).tolist() == pytest.approx([1.0] * 3, rel=1e-6)
+
+
+def test_the_gramian_is_read_when_the_first_forward_pass_is_queued(monkeypatch: pytest.MonkeyPatch) -> None:
+    weigher, model, events = jd(), Branching(4), []
+    take_step(weigher, THREE, model, window(opposed(0), 1))
+    read, forward = HostCopy.read, Branching.forward
+    monkeypatch.setattr(HostCopy, "read", lambda copy: events.append("read") or read(copy))
+    monkeypatch.setattr(Branching, "forward", lambda *args, **taps: events.append("forward") or forward(*args, **taps))
+    take_step(weigher, THREE, model, window(opposed(0), 1), step=1)
+    assert events[:2] == ["forward", "read"] and events.count("read") == 1
 
 
 def test_a_pair_of_opposed_gradients_counts_as_a_conflict() -> None:
