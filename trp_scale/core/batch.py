@@ -212,7 +212,7 @@ class StepStats:
     task_counts: tuple[float, ...] = ()
 
 
-class HostCopy:
+class PendingTensor:
     """A tensor that is being copied to the host. The copy is queued after the work so far; only `read` waits."""
 
     def __init__(self, values: Tensor) -> None:
@@ -257,7 +257,7 @@ class LateStats:
     ) -> None:
         self.lr, self.tasks = lr, len(means)
         head = torch.stack([number.to(torch.float64) for number in (applied, grad_norm, loss)])
-        self._values = HostCopy(torch.cat([head, means, weights, counts]))
+        self._values = PendingTensor(torch.cat([head, means, weights, counts]))
         self._read: StepStats | None = None
 
     def has_arrived(self) -> bool:

@@ -81,5 +81,5 @@ def test_a_reference_that_changed_since_the_checkpoint_is_refused(tmp_path: Path
 
     state = weigher(1.0).state_dict()
     weigher(1.0).load_state_dict(state)
-    with pytest.raises(RefusedError, match=r"reference\.json has changed"):
+    with pytest.raises(RefusedError, match=r"reference\.json"):
         weigher(1.5).load_state_dict(state)

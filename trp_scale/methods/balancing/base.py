@@ -172,8 +172,8 @@ class LossReadingBalancer(TaskBalancer):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if "reference" in state and not torch.equal(state["reference"], self.reference.cpu()):
             raise RefusedError(
-                f"--balancer.reference_file {self.settings.reference_file} has changed since the checkpoint was written; "
-                "restore the file, or start a new run"
+                f"--balancer.reference_file {self.settings.reference_file} has changed since the checkpoint; restore "
+                "the file, or start a new run"
             )
         self.first_losses = state["first_losses"].to(self.device)
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from trp_scale.config import RefusedError
-from trp_scale.core.batch import HostCopy, TaskLosses
+from trp_scale.core.batch import PendingTensor, TaskLosses
 from trp_scale.core.hooks import StepContext
 from trp_scale.core.run import RunContext, tensor_seed
 from trp_scale.errors import error_text
@@ -64,7 +64,7 @@ class JacobianDescent(TappingBalancer):
             ) from error
         self.task_weights = self.balanced.double()  # [T], mean 1 over the balanced tasks
         self.gramian = torch.outer(self.task_weights, self.task_weights) * 0.0  # [T, T]
-        self._on_host = HostCopy(self.gramian)
+        self._on_host = PendingTensor(self.gramian)
         self._solved: tuple[int, Tensor] | None = None
         self._measured = self.gramian
 
@@ -111,7 +111,7 @@ class JacobianDescent(TappingBalancer):
         assert solved is not None, "set before the step"
         self.task_weights = ctx.commit(solved[1], self.task_weights)
         self.gramian = ctx.commit(self._measured, self.gramian)
-        self._on_host = HostCopy(self.gramian)
+        self._on_host = PendingTensor(self.gramian)
 
     def metrics(self) -> Mapping[str, Any]:
         """Return `at`, `method`, `task_weights` and `conflicts` (pairs of tasks with opposed gradients)."""
@@ -129,4 +129,4 @@ class JacobianDescent(TappingBalancer):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.task_weights = state["task_weights"].to(self.device)
         self.gramian = state["gramian"].to(self.device)
-        self._on_host, self._solved = HostCopy(self.gramian), None
+        self._on_host, self._solved = PendingTensor(self.gramian), None

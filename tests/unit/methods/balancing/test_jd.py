@@ -14,7 +14,7 @@ from torch import Tensor
 from tests.unit.methods.balancing.branching import Branching, BranchingObjective, elements, window
 from tests.unit.methods.balancing.toy import ToyObjective, balancer, take_step
 from trp_scale.config import RefusedError
-from trp_scale.core.batch import HostCopy
+from trp_scale.core.batch import PendingTensor
 from trp_scale.core.run import TapPlace, tensor_seed
 from trp_scale.methods.balancing.gradnorm import SMALLEST_WEIGHT
 from trp_scale.methods.balancing.jd import WEIGHTINGS, JacobianDescent
@@ -98,8 +98,8 @@ def test_fairgrad_solves_the_equation_of_nash_mtl() -> None:
 def test_the_gramian_is_read_when_the_first_forward_pass_is_queued(monkeypatch: pytest.MonkeyPatch) -> None:
     weigher, model, events = jd(), Branching(4), []
     take_step(weigher, THREE, model, window(opposed(0), 1))
-    read, forward = HostCopy.read, Branching.forward
-    monkeypatch.setattr(HostCopy, "read", lambda copy: events.append("read") or read(copy))
+    read, forward = PendingTensor.read, Branching.forward
+    monkeypatch.setattr(PendingTensor, "read", lambda copy: events.append("read") or read(copy))
     monkeypatch.setattr(Branching, "forward", lambda *args, **taps: events.append("forward") or forward(*args, **taps))
     take_step(weigher, THREE, model, window(opposed(0), 1), step=1)
     assert events[:2] == ["forward", "read"] and events.count("read") == 1
