@@ -158,6 +158,8 @@ def assumptions() -> list[str]:
 
 NO_DATA = "(none)"
 """Placeholder of --data.path in a plan without data."""
+NO_MIXTURE = f"first:0.5={NO_DATA},second:0.5={NO_DATA}"
+"""Placeholder if the sources are tasks; their number hardly changes the cost."""
 
 
 @dataclass(kw_only=True)

@@ -19,6 +19,7 @@ from trp_scale.config import Config, RefusedError
 from trp_scale.core.batch import Batch, TaskLosses
 from trp_scale.core.run import Objective
 from trp_scale.engines.compiled import checkpoint_blocks
+from trp_scale.engines.optimizer import block_matrices
 from trp_scale.methods.learned_masks.masks import NETWORKS
 from trp_scale.models.counting import Operation, RecordsOperations, fake_pass, gpu_attention
 from trp_scale.models.initialise import build_with_initialisers
@@ -110,6 +111,17 @@ class Counted:
         return self.parameters - sum(self.blocks)
 
     @cached_property
+    def block_elements(self) -> int:
+        """Elements of the matrices of the blocks, which Muon updates."""
+        hidden = block_matrices(self.model)
+        return sum(parameter.numel() for name, parameter in self.model.named_parameters() if name in hidden)
+
+    @property
+    def moments(self) -> int:
+        """Elements of the optimizer's moments: two per parameter, one for matrices that Muon updates."""
+        return 2 * self.parameters - (self.block_elements if self.config.optimizer.kind == "muon" else 0)
+
+    @cached_property
     def network(self) -> int:
         """Parameters of the masking network; 0 without learned masks."""
         masks = getattr(self.config, "multilevel", None)
@@ -124,7 +136,7 @@ class Counted:
             return self
         part = copy.copy(self)
         part.outline = replace(self.outline, model=cut_over(self.outline.model, ranks, split))
-        for name in ("model", "parameters", "blocks"):
+        for name in ("model", "parameters", "blocks", "block_elements"):
             part.__dict__.pop(name, None)
         part.passes, part.saved = cache(part._passes), cache(part._count_saved)
         part.over, part.tensor_sums = cache(part._share_of_rank), cache(part._tensor_sums)

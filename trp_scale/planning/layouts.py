@@ -17,7 +17,6 @@ from torch import nn
 from trp_scale.config import Config, RefusedError
 from trp_scale.config.checks import check_engine
 from trp_scale.engines.ddp import BUCKET_BYTES, ReducedParameter, cut_into_buckets
-from trp_scale.engines.optimizer import block_matrices
 from trp_scale.planning.clusters import Cluster
 from trp_scale.planning.counting import Checkpointing, Counted
 from trp_scale.planning.tensor_parallel import declared_plan, degrees
@@ -195,7 +194,7 @@ class Layout:
         micro-batches."""
         every = counted.parameters
         copy = self.read * every if self.rounded else 0
-        return {"weights": MASTER * every + copy, "gradients": MASTER * every, "moments": 2 * MASTER * every}
+        return {"weights": MASTER * every + copy, "gradients": MASTER * every, "moments": MASTER * counted.moments}
 
     def collectives(self, counted: Counted, ranks: int, micro: int, accumulation: int) -> Iterator[Collective]:
         """Yield the collectives of a step on several ranks; arguments as of `traffic`."""
@@ -203,16 +202,14 @@ class Layout:
         yield Collective(kind="all-reduce", size=8 * (tasks + 2), phase="start")  # counts, wishes to stop
         yield Collective(kind="all-reduce", size=16 * tasks, phase="update")  # losses
         if counted.config.optimizer.kind == "muon":
-            replicated = self.states(counted, ranks, several=False)["moments"] >= 2 * MASTER * counted.parameters
+            replicated = self.updated(counted, ranks) == counted.parameters
             yield from matrix_exchange(counted, ranks, replicated)
 
 
 def matrix_exchange(counted: Counted, ranks: int, replicated: bool) -> Iterator[Collective]:
     """Yield Muon's all-to-alls, which a rank waits for: parts of matrices to their owners, and results back. Replicas
     need only the second, with all results for each rank."""
-    hidden = block_matrices(counted.model)
-    elements = sum(parameter.numel() for name, parameter in counted.model.named_parameters() if name in hidden)
-    size = elements * (MASTER if counted.config.training.precision == "fp32" else MASTER // 2)
+    size = counted.block_elements * (MASTER if counted.config.training.precision == "fp32" else MASTER // 2)
     times = 1 if replicated else 2
     yield Collective(
         kind="gather", size=size if replicated else size // ranks, phase="update", times=times, hides=False
@@ -321,9 +318,10 @@ class FsdpLayout(Layout):
             return super().states(counted, ranks, several=several)
         every, block = counted.parameters, max(counted.blocks, default=0)
         shard, whole = MASTER * every / self.sharers(ranks), MASTER * (every if several else counted.rest)
-        shards = {"weights": shard, "gradients": shard + whole, "moments": 2 * shard}
+        moments = MASTER * counted.moments / self.sharers(ranks)
+        shards = {"weights": shard, "gradients": shard + whole, "moments": moments}
         if self.offload:
-            shards = {"weights": 0.0, "gradients": whole, "host": 4 * shard}
+            shards = {"weights": 0.0, "gradients": whole, "host": 2 * shard + moments}
         # Reductions of two blocks are pending while weights are gathered; the rest's start after those are freed.
         gathered = self.read * (counted.rest + 2 * block)
         buckets = max(2 * self.sent * block, self.sent * counted.rest - gathered)

@@ -91,9 +91,9 @@ class DeepSpeedLayout(Layout):
     def states(self, counted: Counted, ranks: int, *, several: bool) -> dict[str, float]:
         every, block = counted.parameters, max(counted.blocks, default=0)
         if self.stage == 0:
-            return {"weights": MASTER * every, "gradients": MASTER * every, "moments": 2 * MASTER * every}
+            return {"weights": MASTER * every, "gradients": MASTER * every, "moments": MASTER * counted.moments}
         bucket = MASTER * self.number("reduce_bucket_size")
-        optimizer = {"host" if self.offloads("optimizer") else "moments": 3 * MASTER * every / ranks}
+        optimizer = {"host" if self.offloads("optimizer") else "moments": MASTER * (every + counted.moments) / ranks}
         if self.stage in (1, 2):
             kept = self.read * every if self.stage == 1 else MASTER * every / ranks
             return {"weights": self.read * every, "gradients": kept, "buckets": 2 * bucket, **optimizer}
@@ -171,7 +171,7 @@ def _documents(config: Config, choices: LayoutChoice) -> Iterator[tuple[str, Map
         yield choices.path, choices.document
     elif config.training.weights == "fp32":
         for name in SHIPPED_FILES:
-            if config.optimizer.kind == "lamb" and "offload" in name:
+            if config.optimizer.kind in ("lamb", "muon") and "offload" in name:
                 continue  # the engine refuses it
             yield f"ds_configs/{name}", read_object(SHIPPED / name)
 

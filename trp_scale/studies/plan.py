@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from trp_scale.config import Config
-from trp_scale.planning.clusters import NO_DATA, Cluster, PlanArguments, find_gpu, parse_plan
+from trp_scale.planning.clusters import NO_DATA, NO_MIXTURE, Cluster, PlanArguments, find_gpu, parse_plan
 from trp_scale.planning.command import fixed_layout, read_data_facts
 from trp_scale.planning.counting import Counted
 from trp_scale.planning.plan import extra_passes, fitting, make_plans, prepass, refusal
@@ -111,7 +111,8 @@ def _arguments(graph: Graph, variant: str, changes: Flags) -> PlanArguments:
     flags = {**graph.settings(variant), **changes}
     recipe = flags.pop("recipe", graph.scale.recipe)
     if not (Path(str(flags.get("data.path", ""))) / "dataset.json").is_file():
-        flags["data.path"] = NO_DATA  # the recipe's path may exist in this directory
+        by_source = "sources" in str(flags.get("objective.tasks", ""))
+        flags["data.path"] = NO_MIXTURE if by_source else NO_DATA  # the recipe's path may exist in this directory
     length = flags.get("model.max_positions", 0)
     vocabularies = [data.flags["vocab_size"] for data in graph.scale.data.values() if "vocab_size" in data.flags]
     known: Flags = {

@@ -44,6 +44,7 @@ def half(blocks: int) -> Any:
     return SimpleNamespace(
         model=Halves(blocks),
         parameters=20 + 10 * blocks,
+        moments=2 * (20 + 10 * blocks),
         saved=lambda how, rounded: Need(fixed=400, row=6),
         tensor_sums=lambda rows, rounded: [
             TensorSum(phase=phase, size=8 * rows) for phase in ("forward", "backward") for _ in range(blocks)
@@ -59,6 +60,8 @@ def counted(blocks: int = 3, *, tasks: int = 2, network: int = 0) -> Any:
         config=config,
         model=model,
         parameters=40 + 20 * blocks,
+        moments=2 * (40 + 20 * blocks),
+        block_elements=16 * blocks,
         blocks=[20] * blocks,
         rest=40,
         network=network,

@@ -5,9 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.settings import changed
 from trp_scale.config.loader import load_recipe
-from trp_scale.planning.clusters import GPUS
+from trp_scale.core.pieces import STATE_NAMES
+from trp_scale.engines.optimizer import build_optimizer, empty_state
+from trp_scale.planning.clusters import GPUS, Cluster
 from trp_scale.planning.counting import Counted
+from trp_scale.planning.plan import make_plans
 from trp_scale.pretraining.base import DataFacts
 from trp_scale.pretraining.pos_bert.model import BertForMaskedPositions
 
@@ -57,3 +61,20 @@ def test_upstreams_on_images_say_what_their_runs_are_made_of(name: str) -> None:
     assert counted.step_flops(1) > 0
     assert (counted.network > 0) == (name == "mlo_mae_tiny")
     assert not torch.cuda.is_initialized()
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_moments_are_those_of_the_optimizer(kind: str) -> None:
+    config = changed(load_recipe("pos_modern_tiny"), optimizer={"kind": kind})
+    counted = Counted(config, DataFacts(length=64, vocabulary=1000))
+    optimizer = build_optimizer(counted.model, config.optimizer)
+    states = [empty_state(optimizer, parameter) for parameter in counted.model.parameters()]
+    moments = sum(state[name].numel() for state in states for name in STATE_NAMES if name in state)
+    assert counted.moments == moments
+
+
+def test_a_run_with_muon_is_planned_on_several_gpus() -> None:
+    config = changed(load_recipe("pos_modern_tiny"), data={"path": "(none)"})
+    counted = Counted(config, DataFacts(length=64, vocabulary=1000))
+    plans = make_plans(counted, Cluster(gpu=GPUS["h100"], gpus=8))
+    assert plans and not any("offload" in plan.layout.name for plan in plans)
