@@ -64,7 +64,7 @@ $(CORPUS): | $(INSTALLED)
 FREE_PORT = $(shell $(BIN)/python -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])')
 
 pretrain: $(INSTALLED) $(CORPUS)
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-$(THREADS)} $(BIN)/deepspeed --num_gpus $(RANKS) --master_port $(or $(MASTER_PORT),$(FREE_PORT)) launch/pretrain.py --ds_config ds_configs/zero2.json --recipe pos_bert_tiny
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-$(THREADS)} $(BIN)/deepspeed --num_gpus $(RANKS) --master_port $(or $(MASTER_PORT),$(FREE_PORT)) launch/pretrain.py --ds_config ds_configs/zero2.json --recipe pos_modern_tiny
 
 test: $(INSTALLED)
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder

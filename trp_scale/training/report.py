@@ -80,7 +80,7 @@ def marked_task(history: RunHistory) -> str | None:
 
 
 def task_table(history: RunHistory, colour_of: Mapping[str, Colour] | None = None) -> Table:
-    """Return a table with a row for each task: start, end, change, weight, elements, figures of the held-out rows.
+    """Return a table of the tasks that the run has seen: start, end, change, weight, elements, held-out figures.
 
     Args:
         colour_of: colours of the tasks on a page, which also has changes in percent; None: the text report.
@@ -93,7 +93,8 @@ def task_table(history: RunHistory, colour_of: Mapping[str, Colour] | None = Non
         loss = f"held out ({RANDOM_MASKS})" if history.lesson is not None else "held out"
     head = ["task", "start", "end", "change", *["in %"] * is_page, "weight", "elements"]
     rows = []
-    for name, task in history.tasks.items():
+    seen = {name: task for name, task in history.tasks.items() if task.start is not None}
+    for name, task in seen.items():
         mark = " · not balanced" if is_page and name in history.outside_tasks else ""
         if name == worst:
             mark = " · worst" if is_page else " worst"
@@ -111,7 +112,7 @@ def task_table(history: RunHistory, colour_of: Mapping[str, Colour] | None = Non
     return Table(
         head=[*head, *(loss if name == "loss" else to_words(name) for name in figures)],
         rows=rows,
-        marked=tuple(number for number, name in enumerate(history.tasks) if name == worst),
+        marked=tuple(number for number, name in enumerate(seen) if name == worst),
         notes=[_describe_columns(history)],
     )
 
@@ -143,12 +144,11 @@ def describe_outcome(history: RunHistory) -> list[str]:
     if (worst := marked_task(history)) is not None:
         task, first = history.tasks[worst], history.first_worst_task
         assert task.start is not None and task.end is not None, "the worst task has losses"
-        before = (
-            f"; at the start it was {first}, {figure_text(history.tasks[first].start)}"
-            if first not in (None, worst)
-            else ""
-        )
-        sentences.append(f"The worst task, {worst}, {_describe_change(task.start, task.end)}{before}.")
+        if first in (None, worst):
+            sentences.append(f"The worst task, {worst}, {_describe_change(task.start, task.end)}.")
+        elif (start := history.tasks[first].start) is not None:
+            change = _describe_change(start, task.end, f" ({first})", f" ({worst})")
+            sentences.append(f"The worst loss of a task {change}.")
     sentences += map(_to_sentence, describe_changes(history))
     if history.held_out:
         sentences.append(_describe_held_out(history))
@@ -165,11 +165,13 @@ def _to_sentence(line: str) -> str:
     return f"{line[:1].upper()}{line[1:]}{'.' * (not line.endswith('.'))}"
 
 
-def _describe_change(start: float, end: float) -> str:
+def _describe_change(start: float, end: float, first: str = "", last: str = "") -> str:
+    """Describe a change in words; `first` and `last` follow its two values."""
     change = (end - start) / abs(start) if start else 0.0
     if abs(change) < 0.005:
-        return f"stayed at {figure_text(end)}"
-    return f"{'fell' if end < start else 'rose'} from {figure_text(start)} to {figure_text(end)} ({change:+.0%})"
+        return f"stayed at {figure_text(end)}{last}"
+    verb, share = "fell" if end < start else "rose", f", {change:+.0%}" if last else f" ({change:+.0%})"
+    return f"{verb} from {figure_text(start)}{first} to {figure_text(end)}{last}{share}"
 
 
 def _describe_held_out(history: RunHistory) -> str:
@@ -185,7 +187,7 @@ def _describe_held_out(history: RunHistory) -> str:
 
 
 def report_lines(run_dir: Path, history: RunHistory, summary: Mapping[str, Any]) -> list[str]:
-    """Return the lines under the table: end of the run, outcome, speed, memory."""
+    """Return the lines under the table: end of the run, speed, memory; last the outcome."""
     reason = summary.get("exit_reason", "no summary.json: still running, or killed")
     steps = summary.get("steps_asked", history.last_step)
     lines = [f"steps {history.last_step}{f' of {steps}' if steps > history.last_step else ''} ({reason})"]
@@ -193,7 +195,6 @@ def report_lines(run_dir: Path, history: RunHistory, summary: Mapping[str, Any])
         lines.append(f"newest checkpoint: {goes_on}")
     if rows := summary.get("rows"):
         lines.append(f"rows: {', '.join(f'{name} {count:,}' for name, count in rows.items())}")
-    lines += describe_outcome(history)
     if (best := summary.get("best")) and best["step"]:
         checkpoint = run_dir / "checkpoints" / f"step_{best['step']:08d}"
         lines.append(f"best {best['figure']} {figure_text(best['value'], DIGITS)} at step {best['step']}: {checkpoint}")
@@ -208,7 +209,8 @@ def report_lines(run_dir: Path, history: RunHistory, summary: Mapping[str, Any])
         lines.append(f"waited for data: {history.data_wait_share:.1%} of the steps' time (rank 0{_workers(summary)})")
     lines += describe_start(history, summary)
     lines.append(f"peak memory of rank 0: {history.peak_memory_bytes / 2**20:,.0f} MiB")
-    return [*lines, *map(str, summary.get("hooks", [])), f"run directory: {run_dir}"]
+    lines += [*map(str, summary.get("hooks", [])), f"run directory: {run_dir}"]
+    return [*lines, *describe_outcome(history)]
 
 
 def describe_changes(history: RunHistory) -> list[str]:
@@ -230,9 +232,11 @@ def describe_changes(history: RunHistory) -> list[str]:
         weights = [task.weight or 0.0 for name, task in history.tasks.items() if name not in history.outside_tasks]
         even = sum(weights) / len(weights) * (1 - 1e-6)  # equal weights differ by rounding
         light = sum((task.weight or 0.0) < even for task in worse.values())
-        which = "they have" if light == len(worse) > 1 else "it has" if light == len(worse) else f"{light} of them have"
-        why = f"; {which} less than an even share of the weight" if light else ""
-        lines.append(f"worse: {len(worse)}{_list_changes(worse, 3)}{why}")
+        if light == len(worse):  # minimax takes their weight for the worst
+            lines.append(f"the price{_list_changes(worse, 3)}, with less than an even share of the weight")
+        else:
+            why = f"; {light} of them have less than an even share of the weight" if light else ""
+            lines.append(f"worse: {len(worse)}{_list_changes(worse, 3)}{why}")
     return lines
 
 

@@ -29,7 +29,7 @@ def test_better_and_worse_by_the_size_of_the_change() -> None:
     found = history(("a", 9.0, 8.0, 0.7, 100), ("b", 5.0, 7.0, 0.0, 100), ("c", 5.0, 4.5, 0.3, 100))
     assert describe_changes(found) == [
         "better: 2 of 3 tasks: a -1.0000, c -0.5000",
-        "worse: 1: b +2.0000; it has less than an even share of the weight",
+        "the price: b +2.0000, with less than an even share of the weight",
     ]
 
 
