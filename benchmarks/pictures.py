@@ -2,10 +2,11 @@
 
     python benchmarks/pictures.py --run runs/tiny [--output docs/pictures] [--frames 20] [--browser chromium]
     python benchmarks/pictures.py --curves gpu.json [--output docs/pictures] [--browser chromium]
+    python benchmarks/pictures.py --studies docs/studies
 
 display.svg is one moving SVG without script or font. report_light.png, report_dark.png and report_phone.png are drawn
 by Chromium or Chrome from a new page, with the packages plotly and playwright; without a browser they are left out.
-curves.png has the section `curves` of benchmarks/gpu.py.
+curves.png has the section `curves` of benchmarks/gpu.py, worst_part.png the worst part of speech in two studies.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import io
 import json
 import math
 import shutil
+import statistics
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from trp_scale.config.images import ImagePretrainConfig
 from trp_scale.config.loader import load_recipe
+from trp_scale.evaluation.figures.pictures import figure_class
 from trp_scale.reporting.document import Line, Page, PageSection, Plot, colours, page_text
 from trp_scale.reporting.record import Points, read_run
 from trp_scale.reporting.run import run_page
@@ -73,6 +76,8 @@ class Options:
     """Directory of the run."""
     curves: Path | None = None
     """JSON file of benchmarks/gpu.py --sections curves."""
+    studies: Path | None = None
+    """Directory of the reports trp_groups and trp_optimizers."""
     output: Path = Path("docs/pictures")
     """Directory of the pictures."""
     frames: int = 20
@@ -232,9 +237,45 @@ def draw_pages(content: Page, views: Views, output: Path, program: str) -> Itera
         browser.close()
 
 
+WORST_PART = {
+    "Uncertainty": ("trp_groups", "uncertainty"),
+    "DWA": ("trp_groups", "dwa"),
+    "equal weights": ("trp_groups", "uniform"),
+    "group DRO": ("trp_groups", "group_dro"),
+    "minimax": ("trp_groups", "minimax_3"),
+    "minimax, with Muon": ("trp_optimizers", "minimax_1_muon"),
+    "GradNorm": ("trp_groups", "gradnorm"),
+    "ordinary BERT": ("trp_groups", "bert"),
+}
+"""Study and variant by label."""
+
+
+def draw_worst_part(studies: Path, output: Path) -> Path:
+    """Plot the held-out loss of the worst part of speech: each of five runs, and their mean."""
+    figure = figure_class()(figsize=(8, 3.6), layout="constrained")
+    axes: Any = figure.subplots()
+    for height, (label, (study, variant)) in enumerate(reversed(WORST_PART.items())):
+        figures = json.loads((studies / study / "figures.json").read_text(encoding="utf-8"))["figures"]
+        row = next(each for each in figures if each["judge"] == "held_out" and each["row"] == "worst")
+        runs = [statistics.fmean(values) for values in row["values"][variant].values()]
+        colour = "tab:blue" if label.startswith("minimax") else "tab:gray"
+        axes.plot(runs, [height] * len(runs), "o", color=colour, alpha=0.35, markersize=5)
+        axes.plot(statistics.fmean(runs), height, "D", color=colour, markersize=8)
+        axes.annotate(f"{statistics.fmean(runs):.2f}", (max(runs), height), (9, -4), textcoords="offset points")
+    axes.set_yticks(range(len(WORST_PART)), list(reversed(WORST_PART)))
+    axes.set(xlabel="held-out loss of the worst part of speech, nats", xlim=(6.5, 9.3))
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    path = output / "worst_part.png"
+    figure.savefig(path, dpi=120)
+    return path
+
+
 def main(options: Options) -> None:
     options.output.mkdir(parents=True, exist_ok=True)
     paths = [draw_display(options.run, options)] if options.run else []
+    if options.studies:
+        paths.append(draw_worst_part(options.studies, options.output))
     program = next(filter(None, map(shutil.which, [options.browser] if options.browser else BROWSERS)), None)
     if program is None:
         print(f"none of {', '.join(BROWSERS)} is on PATH: the page is not drawn; allowed: --browser PROGRAM")

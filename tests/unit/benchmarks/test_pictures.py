@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from xml.etree import ElementTree
 
-from benchmarks.pictures import Options, draw_display
+from PIL import Image
+
+from benchmarks.pictures import Options, draw_display, draw_worst_part
 from tests.runs import flags, pretrain_here
 
 
@@ -18,3 +20,9 @@ def test_a_run_is_replayed_to_its_end(text_dataset: Path, tmp_path: Path) -> Non
     assert len(shown) == 3 and "1/8" in shown[0] and "5/8" in shown[1]
     assert "8/8" in shown[-1] and "noun" in shown[0] and "held out" in shown[-1] and "held out" not in shown[0]
     assert "http" not in content.replace("http://www.w3.org/2000/svg", "")
+
+
+def test_the_worst_part_is_drawn_from_the_reports(tmp_path: Path) -> None:
+    picture = draw_worst_part(Path(__file__).parents[3] / "docs" / "studies", tmp_path)
+    with Image.open(picture) as drawn:
+        assert drawn.width > 800 and len(drawn.convert("RGB").getcolors(1 << 20) or []) > 10
