@@ -3,7 +3,8 @@
     python benchmarks/document_tables.py recipes|scaling [--gpu h100] [--write]
 
 recipes: every recipe, its model and data, and the cost of a run on 8 GPUs. scaling: for every recipe of pre-training
-the best layout on 8, 64, 256 and 1,024 GPUs. `trp-scale plan` prints the same of a single recipe with all assumptions.
+the days on 8, 64, 256 and 1,024 GPUs, and in a folded table the best layout on each. `trp-scale plan` prints the same
+of a single recipe with all assumptions.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from trp_scale.errors import RefusedError
 from trp_scale.planning.clusters import GPUS
 from trp_scale.planning.command import best_on, curve, table
 from trp_scale.planning.counting import Counted
+from trp_scale.planning.plan import ClusterPlan
 from trp_scale.pretraining.base import DataFacts
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
@@ -38,6 +40,10 @@ LENGTHS = {
 }
 """Pieces of a sequence where the recipe's data have fewer than its model has positions for."""
 HEAD = ("recipe", "what it is", "data", "parameters", "rows x positions", "steps", "layout", "GiB a GPU", "hours")
+SCALING = ("recipe", "parameters", "rows x positions", *(f"days on {gpus:,}" for gpus in WORLDS))
+LAYOUTS = (
+    "The fastest layout of each recipe. Peak: model FLOPs over the GPU's bf16 peak. A click on a name shows its table."
+)
 FINE_TUNING = ("recipe", "what it is", "data", "rows", "length")
 KINDS: dict[str, Callable[[Any], bool]] = {
     "PoS-BERT and BERT: text": lambda config: config.upstream == "pos_bert",
@@ -125,19 +131,33 @@ def planned_recipes() -> list[str]:
     return [name for name in known_recipes(PretrainConfig) if not is_tiny(name)]
 
 
-def scaling_section(name: str, gpu: str) -> list[str]:
-    """Return a recipe's heading and table of docs/scaling.md."""
+def days(plan: ClusterPlan | RefusedError, first: ClusterPlan | RefusedError) -> str:
+    """Return the days of a plan and its efficiency, the rows per second and GPU relative to the first plan."""
+    if isinstance(plan, RefusedError):
+        return "-"
+    if plan is first or isinstance(first, RefusedError):
+        return f"{plan.days:,.2f}"
+    rate, base = (item.rows_a_second / item.cluster.gpus for item in (plan, first))
+    return f"{plan.days:,.2f} ({rate / base:.0%})"
+
+
+def scaling_section(name: str, gpu: str) -> tuple[list[str], list[str]]:
+    """Return a recipe's row in the first table of docs/scaling.md, and the lines of its folded table."""
     config = load_recipe(name)
     config.data.path = "(none)"
     counted = Counted(config, DataFacts())
-    rows = f"{config.batch.global_size:,} rows of {counted.outline.positions:,} positions"
-    heading = [f"### {name}", f"{counted.parameters / 1e6:,.0f} M parameters, {rows} a step.", ""]
-    return [*heading, *curve(best_on(counted, GPUS[gpu], WORLDS)), ""]
+    plans = best_on(counted, GPUS[gpu], WORLDS)
+    size = [f"{counted.parameters / 1e6:,.0f} M", f"{config.batch.global_size:,} x {counted.outline.positions:,}"]
+    row = [f"`{name}`", *size, *(days(plan, plans[WORLDS[0]]) for plan in plans.values())]
+    return row, [f'<details id="{name}" markdown>', f"<summary>{name}</summary>", "", *curve(plans), "", "</details>"]
 
 
 def scaling_tables(gpu: str) -> Iterator[str]:
-    for name in planned_recipes():
-        yield from scaling_section(name, gpu)
+    """Yield the lines of docs/scaling.md."""
+    sections = [scaling_section(name, gpu) for name in planned_recipes()]
+    yield from (*table(SCALING, [row for row, _ in sections]), "", "### Layouts", "", LAYOUTS, "")
+    for _, lines in sections:
+        yield from (*lines, "")
 
 
 def main(options: Options) -> None:
