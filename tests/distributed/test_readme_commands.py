@@ -1,5 +1,5 @@
-"""The commands of the README and of its tour, run in their order in one directory, with less text, smaller models and
-fewer steps.
+"""The commands of the README and of the pages that go on from it, run in their order in one directory, with less text,
+smaller models and fewer steps.
 
 A command keeps its words; what makes it small is appended, and of two equal flags the last one counts. The first line
 under torchrun is started as processes of its own (10 s); the other lines under torchrun and deepspeed run on the two
@@ -22,8 +22,9 @@ import pytest
 from PIL import Image
 
 from tests.commands import PRETRAIN, ROOT, Command, script_place
+from tests.documents.pages import read
 from tests.ranks import Ranks, free_port
-from tests.readme import COMMANDS, TOUR
+from tests.readme import COMMANDS
 from tests.runs import environment
 from tests.small_commands import LONGER, STEPS, made_small, run_here
 from tests.unit.finetuning.glue.small_data import write_glue
@@ -120,6 +121,8 @@ def place(text_dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
         path.parent.mkdir(parents=True, exist_ok=True)
         noise = np.random.default_rng(number).integers(0, 256, (40, 60, 3), dtype=np.uint8)
         Image.fromarray(noise).resize((180, 120)).save(path)
+    (directory / "my_images").mkdir()
+    (directory / "my_images" / "test").symlink_to(directory / "imagenet" / "val")
     dpt_depth(directory / "Intel" / "dpt-large")
     mask2former(directory / "facebook" / "mask2former-swin-small-coco-panoptic")
     before = Path.cwd()
@@ -168,15 +171,15 @@ def test_launchers_give_two_ranks_and_the_engine_that_was_asked_for(
         the_run(results, place, "torchrun --nproc_per_node 8 launch/pretrain.py --recipe pos_bert_base")
     )
     assert (found["engine"], found["world_size"], found["launcher"]) == ("ddp", 2, "torchrun")
-    found = environment_of(the_run(results, place, "zero2.json"))
+    found = environment_of(the_run(results, place, "zero2.json --recipe pos_bert_base --data.path data/books"))
     assert (found["engine"], found["zero_stage"], found["world_size"]) == ("deepspeed", 2, 2)
 
 
 def test_the_same_run_directory_goes_on(results: dict[Command, tuple[int, str]], place: Path) -> None:
     metrics = (place / "runs" / "tiny" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     assert [json.loads(line)["step"] for line in metrics] == list(range(1, STEPS + LONGER + 1))
-    (reported,) = [output for command, (_, output) in results.items() if "report --run runs/tiny" in str(command)]
-    assert f"steps {STEPS + LONGER} (finished)" in reported
+    status, reported = run_here(["trp-scale", "report", "--run", str(place / "runs" / "tiny")])
+    assert status == 0 and f"steps {STEPS + LONGER} (finished)" in reported
 
 
 def test_balancers_and_loggers_are_those_of_the_command(results: dict[Command, tuple[int, str]], place: Path) -> None:
@@ -189,16 +192,18 @@ def test_balancers_and_loggers_are_those_of_the_command(results: dict[Command, t
 
 
 def test_the_sharded_books_are_shown_and_whole(results: dict[Command, tuple[int, str]], place: Path) -> None:
-    outputs = {command.words[1]: output for command, (_, output) in results.items() if "data/books" in str(command)}
-    assert "are intact" in outputs["verify"]
-    assert "text-000000-00000 row 0" in outputs["inspect"]
+    books = str(place / "data" / "books")
+    assert "are intact" in run_here(["trp-scale", "verify", books])[1]
+    assert "text-000000-00000 row 0" in run_here(["trp-scale", "inspect", books])[1]
     assert json.loads((place / "data" / "books" / "dataset.json").read_text(encoding="utf-8"))["length"] == 64
 
 
-def test_transformers_loads_what_was_exported(results: dict[Command, tuple[int, str]], place: Path) -> None:
+def test_transformers_loads_what_is_exported(results: dict[Command, tuple[int, str]], place: Path) -> None:
     import torch
     from transformers import AutoTokenizer, BertForPreTraining
 
+    run_dir, exported = str(place / "runs" / "tiny"), str(place / "exported")
+    assert run_here(["trp-scale", "export", "--run", run_dir, "--to", "hf", "--output", exported])[0] == 0
     model = BertForPreTraining.from_pretrained(place / "exported")
     words = AutoTokenizer.from_pretrained(place / "exported")("the language reference", return_tensors="pt")
     with torch.no_grad():
@@ -210,12 +215,12 @@ def test_transformers_loads_what_was_exported(results: dict[Command, tuple[int, 
 def test_timm_loads_what_was_exported(
     results: dict[Command, tuple[int, str]], place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the call that the tour shows, which without `pretrained=True` would give random weights."""
+    """By the call that the page shows, which without `pretrained=True` would give random weights."""
     import timm
     import torch
     from safetensors.torch import load_file
 
-    call = re.search(r"`(timm\.create_model\([^`]*)`", TOUR.read_text(encoding="utf-8"))
+    call = re.search(r"`(timm\.create_model\([^`]*)`", read("commands.md"))
     assert call is not None
     monkeypatch.chdir(place)
     model = eval(call[1], {"timm": timm}).eval()
@@ -233,7 +238,7 @@ def test_the_adversary_is_in_the_log_and_in_the_pictures(results: dict[Command, 
     clean = the_run(results, place, "--adversary.kind none")
     assert "adversary" not in json.loads((clean / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[-1])
     for name in ("reconstructions.png", "positions.png"):
-        with Image.open(place / "pictures" / name) as picture:
+        with Image.open(place / "pictures" / "adpe" / name) as picture:
             assert picture.format == "PNG"
             assert len(picture.convert("RGB").getcolors(1 << 24)) > 10
 
