@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from tests.commands import Command, check, check_flags, parse_line
+from tests.commands import Command, check, check_flags, help_of, parse_line
 from tests.documents.pages import blocks, pages, read
 from trp_scale.cli.main import COMMANDS
 
@@ -50,3 +50,27 @@ def test_a_command_that_a_sentence_names_exists(text: str) -> None:
     recipe = words[words.index("--recipe") :][:2] if "--recipe" in words else []
     if "--module" not in flags:
         check_flags([*(recipe if "".join(recipe[1:]).islower() else []), *flags], *program)
+
+
+def settings_of_the_tables() -> list[str]:
+    """Flags and settings in the second column of the tables of coming_from.md."""
+    cells = re.findall(r"^\|[^|]+\|([^|]+)\|$", read("coming_from.md"), flags=re.MULTILINE)
+    named = [text.split()[0] for cell in cells for text in re.findall(r"`([^`]+)`", cell)]
+    return list(dict.fromkeys(name for name in named if re.fullmatch(r"--\w[\w.]*|[a-z]+_?[a-z]+\.[a-z_0-9]+", name)))
+
+
+COMMANDS_OF_THE_TABLES = (
+    ("pretrain", "--recipe", "mae_vit_b", "--hooks", "weight_average"),
+    ("pretrain", "--recipe", "pos_bert_base"),
+    ("pretrain", "--recipe", "mm_mae_vit_b_in1k_400"),
+    ("finetune", "--recipe", "classification_mae_vit_b"),
+    ("probe",),
+    ("export",),
+)
+"""Commands whose flags the tables name."""
+
+
+@pytest.mark.parametrize("name", settings_of_the_tables())
+def test_a_setting_that_another_trainer_has_too_exists(name: str) -> None:
+    flag = re.compile(rf"(?<![\w-])--{re.escape(name.removeprefix('--'))}(?![\w.-])")
+    assert any(flag.search(help_of("trp-scale", *command)) for command in COMMANDS_OF_THE_TABLES)

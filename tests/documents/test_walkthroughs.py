@@ -28,6 +28,8 @@ from trp_scale.sharding.text import shard
 from trp_scale.sharding.text.corpus import embedded_documents
 
 PLAIN = {"TRP_SCALE_PROGRESS": "plain", "COLUMNS": "400"}
+IN_EVERY_RUN = ("own_text.md", "own_images.md", "own_modalities.md", "coming_from.md")
+"""The others are like them."""
 LANGUAGES = ("bash", "python")
 """Of blocks that are run or say why not; others are shown: what is printed, trees of files, recipes."""
 
@@ -116,7 +118,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.fixture(scope="module", params=always(WALKTHROUGHS, "own_text.md", "coming_from.md"))
+@pytest.fixture(scope="module", params=always(WALKTHROUGHS, *IN_EVERY_RUN))
 def walked(request: pytest.FixtureRequest, inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """What went wrong on a page, each with its place. Each page is walked in a folder of its own."""
     directory, before = tmp_path_factory.mktemp("walk"), Path.cwd()
