@@ -21,6 +21,8 @@ TOP = ("trp_scale", "tests", "docs", "benchmarks", "launch", "data_tools", "ds_c
 """Folders of the tree; what a text names elsewhere (data/, runs/) is a user's."""
 OWN = (Path("tests/unit/test_documents.py"), Path("tests/unit/reporting/test_paired_tests.py"))
 """They name documents without their folder, and those that a command writes."""
+PAGES_BY_NAME = {Path(name) for name in ("mkdocs.yml", "tests/readme.py", "tests/distributed/test_readme_commands.py")}
+"""They name pages as the site does, from docs/."""
 TEXT = {".py", ".md", ".yaml", ".yml", ".toml", ".txt", ".json", ".sh", ".sbatch", ""}
 
 DOCUMENT = re.compile(r"(?<![\w/.:*-])((?:[\w.-]+/)*[\w-]+\.md)\b")
@@ -165,7 +167,7 @@ def missing_tests(text: str) -> list[str]:
 
 def test_every_document_that_is_named_exists() -> None:
     texts = {path: (ROOT / path).read_text(encoding="utf-8") for path in tracked() if path not in OWN}
-    of_pages = (Path("mkdocs.yml"), *(path for path in texts if path.is_relative_to("tests/documents")))  # as the site
+    of_pages = {path for path in texts if path.is_relative_to("tests/documents")} | PAGES_BY_NAME
     places = {path: Path("docs") if path in of_pages else path.parent for path in texts}
     missing = {str(path): missing_documents(text, places[path]) for path, text in texts.items()}
     assert {path: names for path, names in missing.items() if names} == {}
