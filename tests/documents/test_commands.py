@@ -52,6 +52,11 @@ def test_a_command_that_a_sentence_names_exists(text: str) -> None:
         check_flags([*(recipe if "".join(recipe[1:]).islower() else []), *flags], *program)
 
 
+def test_the_page_of_commands_has_each_command_once() -> None:
+    rows = re.findall(r"^\| `([a-z-]+)` \|", read("commands.md"), flags=re.MULTILINE)
+    assert sorted(rows) == sorted(command for group in COMMANDS.values() for command in group)
+
+
 def settings_of_the_tables() -> list[str]:
     """Flags and settings in the second column of the tables of coming_from.md."""
     cells = re.findall(r"^\|[^|]+\|([^|]+)\|$", read("coming_from.md"), flags=re.MULTILINE)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -84,3 +88,31 @@ def test_a_page_loads_nothing_from_elsewhere() -> None:
     assert "offline" not in settings()["plugins"], "it has each page load a script for search from the disk"
     for page in pages():
         assert not re.search(r"!\[[^]]*\]\(https?:|<(?:script|link|img|iframe)[^>]+https?:", read(page)), page
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The built site."""
+    pytest.importorskip("mkdocs", reason="needs the extra docs")
+    directory = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(directory)]
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    return directory
+
+
+def test_no_page_scrolls_sideways_or_asks_a_server(browser: Any, site: Path) -> None:
+    """Tables and code scroll by themselves, on a phone too."""
+    paths = [
+        site / page.replace("README.md", "index.html").replace(".md", ".html") for page in navigation(settings()["nav"])
+    ]
+    with browser.new_context(viewport={"width": 390, "height": 900}) as context:
+        window, asked = context.new_page(), []
+        window.on("request", lambda request: asked.append(request.url))
+        widths = {}
+        for path in paths:
+            window.goto(path.as_uri())
+            widths[path.name] = window.evaluate("document.documentElement.scrollWidth")
+    assert {name: width for name, width in widths.items() if width > 390} == {}
+    assert [url for url in asked if not url.startswith("file:")] == []

@@ -5,9 +5,7 @@ from __future__ import annotations
 
 import io
 import itertools
-import shutil
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,19 +19,6 @@ from trp_scale.reporting import watch
 from trp_scale.reporting.document import DARK, LIGHT, MOST_LINES, Line, Plot, colours, page_text
 from trp_scale.reporting.record import Points, read_run
 from trp_scale.reporting.run import run_page
-
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    if BROWSER is None:
-        pytest.skip("no chromium, chromium-browser or google-chrome on PATH")
-    api = pytest.importorskip("playwright.sync_api", reason="needs the package playwright")
-    with api.sync_playwright() as playwright:
-        opened = playwright.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
-        yield opened
-        opened.close()
 
 
 @pytest.fixture(scope="module")
