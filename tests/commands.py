@@ -119,6 +119,8 @@ def check(words: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> None:
         extras = re.findall(r"^([\w-]+) = \[", project, flags=re.MULTILINE)
         (asked,) = re.findall(r"\[(.*?)\]", rest[-1])
         assert rest[:1] == ["install"] and set(asked.split(",")) <= set(extras), rest
+    elif program == "git":
+        assert rest[0] == "clone" and rest[2:] == ["&&", "cd", "trp_scale"], rest
     elif program == "source":
         assert rest == [".venv/bin/activate"], rest
     elif program == "sbatch":

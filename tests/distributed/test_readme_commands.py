@@ -39,6 +39,7 @@ def why_not_run(command: Command) -> str | None:
     """Why a command is only looked at here; None for those that are run. tests/unit/test_readme.py parses them all."""
     reasons = {
         "sbatch": "under a real SLURM: tests/cluster/test_slurm.py",
+        "git": "there is no public repository",
         "source": "activates the environment that the tests already run in",
     }
     if command.words[:2] == ("trp-scale", "watch"):
@@ -148,7 +149,7 @@ def test_it_runs(command: Command, results: dict[Command, tuple[int, str]]) -> N
 
 def test_most_commands_are_run_and_two_launchers_among_them() -> None:
     words = {command.words[0] for command in COMMANDS if why_not_run(command)}
-    assert words <= {"source", "sbatch", "deepspeed", "trp-scale"}
+    assert words <= {"git", "source", "sbatch", "deepspeed", "trp-scale"}
     assert {"torchrun", "deepspeed"} <= {command.words[0] for command in RUN}
     assert len(RUN) >= 18
 
