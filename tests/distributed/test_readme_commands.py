@@ -123,7 +123,8 @@ def place(text_dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
         noise = np.random.default_rng(number).integers(0, 256, (40, 60, 3), dtype=np.uint8)
         Image.fromarray(noise).resize((180, 120)).save(path)
     (directory / "my_images").mkdir()
-    (directory / "my_images" / "test").symlink_to(directory / "imagenet" / "val")
+    for name, split in (("test", "val"), ("train", "train")):
+        (directory / "my_images" / name).symlink_to(directory / "imagenet" / split)
     dpt_depth(directory / "Intel" / "dpt-large")
     mask2former(directory / "facebook" / "mask2former-swin-small-coco-panoptic")
     before = Path.cwd()
