@@ -27,7 +27,7 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.workloads import Labelled, loop_with_masks, mae_objective, plain_engines
-from trp_scale.config import BatchConfig, ModelConfig, OptimizerConfig, TrainingConfig
+from trp_scale.config import BatchConfig, ModelConfig, OptimizerConfig, PretrainTrainingConfig
 from trp_scale.config.images import CropsConfig, MaeMaskingConfig, MaeVisionConfig
 from trp_scale.config.registry import make_settings
 from trp_scale.core.batch import Batch
@@ -133,7 +133,7 @@ def planted_config(seed: int, steps: int, *, learned: bool, difference: float) -
         masking=MaeMaskingConfig(ratio=MASKED / PATCHES, maskings=0),
         multilevel=multilevel,
         batch=BatchConfig(global_size=16, micro_size=16),
-        training=TrainingConfig(steps=steps, seed=seed),
+        training=PretrainTrainingConfig(steps=steps, seed=seed),
         optimizer=OptimizerConfig(lr=3e-3, beta2=0.95, warmup_steps=20, schedule="constant"),
         balancer=make_settings("balancer", "uniform"),
     )

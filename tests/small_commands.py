@@ -32,7 +32,12 @@ def as_flags(values: Mapping[str, object]) -> list[str]:
 def small_training(words: list[str], steps: int) -> list[str]:
     """Flags that shrink a recipe, those of its own settings. What a resume may not change is the same in all
     commands."""
-    own = {"training.steps": steps, "training.precision": "fp32", "optimizer.schedule": "constant"}
+    own = {
+        "training.steps": steps,
+        "training.epochs": 0,
+        "training.precision": "fp32",
+        "optimizer.schedule": "constant",
+    }
     known = flat(to_dict(load_recipe(words[words.index("--recipe") + 1])))
     return as_flags({name: value for name, value in {**SMALL, **SMALL_DECODER, **own}.items() if name in known})
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.settings import changed
-from trp_scale.config import BatchConfig, Config, OptimizerConfig, PretrainConfig, TrainingConfig
+from trp_scale.config import BatchConfig, Config, OptimizerConfig, PretrainConfig, PretrainTrainingConfig
 from trp_scale.config.registry import make_settings
 from trp_scale.core.batch import Batch, StepStats
 from trp_scale.core.engine import Engine
@@ -155,7 +155,7 @@ def small_config(layout: Layout, **changes: Any) -> Config:
         ),
         objective=PosBertObjectiveConfig(),
         batch=BatchConfig(global_size=8, micro_size=layout.micro_size),
-        training=TrainingConfig(steps=8, seed=3),
+        training=PretrainTrainingConfig(steps=8, seed=3),
         optimizer=OptimizerConfig(lr=1e-3, warmup_steps=0, schedule="constant"),
         balancer=make_settings("balancer", "minimax"),
     )

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.settings import changed
 from tests.synthetic import Layout, RecordingTrainer, Result, SilentObserver, add_sources, data_group
-from trp_scale.config import BatchConfig, Config, ModelConfig, OptimizerConfig, TrainingConfig
+from trp_scale.config import BatchConfig, Config, ModelConfig, OptimizerConfig, PretrainTrainingConfig
 from trp_scale.config.images import CropsConfig, MaeMaskingConfig, MaeVisionConfig
 from trp_scale.config.registry import make_settings
 from trp_scale.core.batch import Batch, TaskLosses
@@ -105,7 +105,7 @@ def image_config(layout: Layout, **changes: Any) -> Config:
         crops=CropsConfig(count=CROPS, size=SIDE),
         masking=MaeMaskingConfig(ratio=1 - VISIBLE / PATCHES, maskings=0),
         batch=BatchConfig(global_size=8, micro_size=layout.micro_size),
-        training=TrainingConfig(steps=6, seed=3),
+        training=PretrainTrainingConfig(steps=6, seed=3),
         optimizer=OptimizerConfig(lr=1e-3, warmup_steps=0, schedule="constant"),
         balancer=make_settings("balancer", "uniform"),
         adversary=make_settings("adversary", "none"),

@@ -13,7 +13,7 @@ from torch import Tensor
 from tests.settings import changed
 from tests.synthetic import Layout, RecordingTrainer, Result, SilentObserver, add_sources, data_group
 from tests.synthetic_images import by_projection
-from trp_scale.config import BatchConfig, Config, ModelConfig, OptimizerConfig, TrainingConfig
+from trp_scale.config import BatchConfig, Config, ModelConfig, OptimizerConfig, PretrainTrainingConfig
 from trp_scale.config.images import CropConfig, DecodedVisionConfig
 from trp_scale.config.registry import make_settings
 from trp_scale.core.batch import Batch
@@ -123,7 +123,7 @@ def modality_config(layout: Layout | None = None, **changes: Any) -> Config:
         modalities=ModalitiesConfig(visible_tokens=VISIBLE),
         crops=CropConfig(size=SIDE),
         batch=BatchConfig(global_size=8, micro_size=(layout or Layout()).micro_size),
-        training=TrainingConfig(steps=6, seed=3),
+        training=PretrainTrainingConfig(steps=6, seed=3),
         optimizer=OptimizerConfig(lr=1e-3, eps=1e-4, warmup_steps=0, schedule="constant"),
         balancer=make_settings("balancer", "uniform"),
     )

@@ -380,6 +380,7 @@ MAY_CHANGE = (
     "model.weights_names",
     "batch.micro_size",
     "training.steps",
+    "training.epochs",
     "training.max_hours",
     "training.max_skipped_steps",
     "training.compile",

@@ -66,10 +66,15 @@ def pretrain(argv: Sequence[str]) -> int:
     from trp_scale.data.mixture import require_data, require_made
 
     arguments = parse(argv)
-    if arguments.print_config:
+    if arguments.print_config and arguments.config.length_flag == "--training.steps":
         return _print_config(arguments)
     require_made(arguments.config.data.path, data_command(arguments.recipe, arguments.config.data.path))
     require_data(arguments.config.datasets())
+    if arguments.print_config:
+        from trp_scale.pretraining.base import set_length
+
+        set_length(arguments.config)
+        return _print_config(arguments)
     if arguments.dry_run:
         from trp_scale.planning.command import print_dry_run
 

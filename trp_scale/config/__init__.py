@@ -6,6 +6,7 @@ keyword ends in an underscore in the class only (`crops.from`). `loader.py` read
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
@@ -135,11 +136,14 @@ class BatchConfig(Section):
             )
 
 
+MOST_STEPS = 1_000_000_000
+
+
 @dataclass(kw_only=True)
 class TrainingConfig(Section):
     """Length, precision and stopping of a run."""
 
-    steps: int = setting(1_000_000, at_least=1, at_most=1_000_000_000)
+    steps: int = setting(1_000_000, at_least=1, at_most=MOST_STEPS)
     """Total number of optimizer steps."""
     seed: int = setting(0, at_least=0)
     """Seed of all randomness: data order, masks, pairs, initial weights and dropout."""
@@ -204,6 +208,21 @@ class TrainingConfig(Section):
 
 
 @dataclass(kw_only=True)
+class PretrainTrainingConfig(TrainingConfig):
+    """Length, precision and stopping of a pre-training run."""
+
+    epochs: float = setting(0.0, at_least=0)
+    """Passes over the training rows, also fractions; sets `steps` when the data is opened: epochs x rows /
+    batch.global_size, rounded up. 0 = use `steps`. A flag --training.steps overrides it in a recipe."""
+
+
+def count_steps(epochs: float, rows: int, global_size: int) -> int:
+    """Return the steps of `epochs` passes over `rows` training rows. Epochs have no short last batch: a batch continues
+    with rows of the next epoch."""
+    return max(1, math.ceil(epochs * rows / global_size))
+
+
+@dataclass(kw_only=True)
 class FsdpConfig(Section):
     """Sharding by --engine fsdp; the result does not depend on it."""
 
@@ -241,6 +260,9 @@ class MegatronConfig(Section):
 WITHOUT_END = ("constant", "inverse_sqrt")
 """Schedules that do not depend on the number of steps."""
 
+LR_ROWS = 256
+"""Global batch that `optimizer.base_lr` refers to."""
+
 
 @dataclass(kw_only=True)
 class OptimizerConfig(Section):
@@ -253,6 +275,9 @@ class OptimizerConfig(Section):
     a gradient."""
     lr: float = setting(2e-4, above=0)
     """Peak learning rate."""
+    base_lr: float = setting(0.0, at_least=0)
+    """Peak learning rate for a global batch of 256 rows, the `blr` of MAE; sets `lr` to base_lr x batch.global_size /
+    256 (Goyal et al. 2017). 0 = use `lr`. A flag --optimizer.lr overrides it in a recipe."""
     beta1: float = setting(0.9, at_least=0, below=1)
     """Decay rate of the first moment."""
     beta2: float = setting(0.999, at_least=0, below=1)
@@ -397,6 +422,14 @@ class LoggingConfig(Section):
     """Log to Weights & Biases (needs the extra `wandb`; WANDB_MODE=offline works)."""
     wandb_project: str = "trp-scale"
     """Project name on Weights & Biases."""
+    wandb_entity: str = ""
+    """User or team that owns the project; empty = the default of the account."""
+    wandb_name: str = ""
+    """Name of the run; empty = that of the run directory."""
+    wandb_group: str = ""
+    """Group of the run, for example its sweep; empty = none."""
+    wandb_tags: list[str] = field(default_factory=list)
+    """Tags of the run."""
     tensorboard: bool = False
     """Log to TensorBoard (needs the extra `tensorboard`)."""
     profile: Annotated[str, tyro.conf.arg(metavar="START:STOP")] = ""
@@ -457,6 +490,12 @@ class Config:
         """Flag to raise to continue a finished run."""
         return "--training.steps"
 
+    def describe_derived(self, rows: int) -> Iterator[str]:
+        """Yield the values that other settings have set, for the log. `rows`: training rows."""
+        optimizer, size = self.optimizer, self.batch.global_size
+        if optimizer.base_lr:
+            yield f"--optimizer.base_lr {optimizer.base_lr:g} x {size:,} rows / {LR_ROWS}: lr {optimizer.lr:g}"
+
     @property
     def reads(self) -> str:
         """Kind of rows that the encoder reads, as in dataset.json: text or image."""
@@ -513,3 +552,14 @@ class PretrainConfig(Config):
 
     upstream: str = setting("")
     """Pre-training task: one of the package, or one that a module of yours registers."""
+    training: PretrainTrainingConfig = field(default_factory=PretrainTrainingConfig)
+
+    @property
+    def length_flag(self) -> str:
+        return "--training.epochs" if self.training.epochs else super().length_flag
+
+    def describe_derived(self, rows: int) -> Iterator[str]:
+        yield from super().describe_derived(rows)
+        training, size = self.training, self.batch.global_size
+        if training.epochs:
+            yield f"--training.epochs {training.epochs:g} x {rows:,} rows / {size:,}: {training.steps:,} steps"

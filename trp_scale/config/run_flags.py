@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_type_hints
 
 import tyro
 
-from trp_scale.config import AVERAGE, Config, PretrainConfig, RefusedError
+from trp_scale.config import AVERAGE, LR_ROWS, MOST_STEPS, Config, PretrainConfig, RefusedError
 from trp_scale.config.checks import check, distributed_engines, engine_rules
 from trp_scale.config.finetuning import FinetuneConfig
 from trp_scale.config.flags import Modules, asks_for_help, first_words, flag_words, read
@@ -153,6 +153,7 @@ def parse_run(argv: Sequence[str], kind: type[AnyArguments], settings: type[Conf
         registry=_registry(),
     )
     _check_flags(arguments)
+    resolve_pairs(arguments.config, chosen)
     return arguments
 
 
@@ -176,10 +177,38 @@ def make_arguments(arguments: Arguments, hooks: Sequence[str] | None, settings: 
         document[name] = {**document.get(name, {}), **value} if isinstance(value, Mapping) else value
     arguments.config = from_dict(document, source="trp_scale.pretrain")
     _check_flags(arguments)
+    resolve_pairs(arguments.config, chosen)
     _take_weights(arguments)
     read_mixture_file(arguments.config)
     check(arguments.config)
     return arguments
+
+
+PAIRS = {"training.epochs": "training.steps", "optimizer.base_lr": "optimizer.lr"}
+"""Settings that set another one if they are not 0."""
+
+
+def resolve_pairs(config: Config, chosen: Collection[str]) -> None:
+    """Set optimizer.lr from optimizer.base_lr, and training.steps to its maximum until the data for training.epochs is
+    opened (pretraining/base.py: `set_length`). A flag for the second of a pair overrides the first in a recipe.
+
+    Args:
+        chosen: names of the given flags.
+
+    Raises:
+        RefusedError: flags for both settings of a pair.
+    """
+    for name, derived in PAIRS.items():
+        section, _, field_name = name.partition(".")
+        value = getattr(getattr(config, section), field_name, 0.0)
+        if value and name in chosen and derived in chosen:
+            raise RefusedError(f"--{name} is {value:g} and sets --{derived}, which is given too; leave one out")
+        if value and derived in chosen:
+            setattr(getattr(config, section), field_name, 0.0)
+    if config.optimizer.base_lr:
+        config.optimizer.lr = config.optimizer.base_lr * config.batch.global_size / LR_ROWS
+    if isinstance(config, PretrainConfig) and config.training.epochs:
+        config.training.steps = MOST_STEPS
 
 
 def starting_settings(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +15,7 @@ import torch
 from torch import nn
 
 from trp_scale.checkpoint.initial_weights import naming_tensors
-from trp_scale.config import RefusedError
+from trp_scale.config import RefusedError, count_steps
 from trp_scale.config.finetuning import FinetuneConfig, ImageTaskConfig
 from trp_scale.config.registry import find
 from trp_scale.core.batch import Batch, TaskLosses, membership
@@ -223,13 +222,10 @@ def has_training_data(config: ImageTaskConfig) -> bool:
 
 
 def set_length(config: FinetuneConfig, rows: int) -> None:
-    """Set training.steps from downstream.epochs, and optimizer.warmup_steps from warmup_share.
-
-    Epochs have no short last batch: a batch continues with rows of the next epoch.
-    """
+    """Set training.steps from downstream.epochs, and optimizer.warmup_steps from warmup_share."""
     downstream = config.downstream
     if downstream.epochs > 0:
-        config.training.steps = max(1, math.ceil(downstream.epochs * rows / config.batch.global_size))
+        config.training.steps = count_steps(downstream.epochs, rows, config.batch.global_size)
     if downstream.warmup_share > 0:
         config.optimizer.warmup_steps = round(downstream.warmup_share * config.training.steps)
 

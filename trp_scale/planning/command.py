@@ -21,7 +21,7 @@ from trp_scale.planning.counting import Counted
 from trp_scale.planning.layouts import LayoutChoice
 from trp_scale.planning.plan import ClusterPlan, fitting, make_plans, refusal
 from trp_scale.planning.plan import assumptions as step_assumptions
-from trp_scale.pretraining.base import DataFacts, find_upstream
+from trp_scale.pretraining.base import DataFacts, find_upstream, set_length
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
@@ -154,7 +154,13 @@ def read_data_facts(arguments: PlanArguments) -> tuple[DataFacts, str]:
     """Return the shapes of the data and their origin: the data set if it exists, otherwise the flags."""
     path = arguments.config.data.path
     if path != NO_DATA and all((member.path / "dataset.json").is_file() for member in parse_paths(path)):
+        set_length(arguments.config)
         return find_upstream(arguments.config).facts(arguments.config), f"shapes from {path}"
+    if (flag := arguments.config.length_flag) != "--training.steps":
+        raise RefusedError(
+            f"{flag} needs the number of training rows, and --data.path {path} is no data set; allowed: a data set, or "
+            "--training.steps"
+        )
     facts = DataFacts(
         length=arguments.length, vocabulary=arguments.vocabulary, classes={"semseg": arguments.semseg_classes}
     )
@@ -209,6 +215,7 @@ def dry_run(arguments: Arguments, world: int) -> Iterator[str]:
     it does not fit."""
     gpu, assumed = this_gpu()
     config = arguments.config
+    set_length(config)
     counted = Counted(config, find_upstream(config).facts(config))
     choices = replace(fixed_layout(arguments), engine=arguments.choose_engine(world))
     yield from report(counted, Cluster(gpu=gpu, gpus=world), choices)

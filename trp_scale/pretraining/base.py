@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -12,7 +13,8 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import nn
 
-from trp_scale.config import Config, PretrainConfig, RefusedError
+from trp_scale.config import Config, PretrainConfig, RefusedError, count_steps
+from trp_scale.config.checks import check
 from trp_scale.config.registry import find
 from trp_scale.core.batch import Batch, WindowSource
 from trp_scale.core.hooks import Hook
@@ -122,6 +124,15 @@ class Upstream(Protocol):
         config = data_sources.within_cpus(config, environment.cpus)
         return cls.open_sources(config, rank=rank, world=world, device_type=environment.device.type)
 
+    @classmethod
+    def count_rows(cls, config: Any) -> int:
+        """Return the number of training rows, read in this process without workers. Raises the same as `open_rows`."""
+        alone = copy.deepcopy(config)
+        alone.data.workers, alone.batch.micro_size = 0, alone.batch.global_size
+        sources = cls.open_sources(alone, rank=0, world=1)
+        sources.close()
+        return sources.train.rows
+
     @staticmethod
     def open_labelled(config: Any, *, rank: int, world: int, pin: bool) -> OpenLabelled | None:
         """Return the function that splits labelled rows off the data (data/sources.py), or `None`."""
@@ -199,6 +210,15 @@ def build_upstream(config: Config, environment: Environment) -> Upstream:
     """Build the run's upstream, which opens its data."""
     upstream: Upstream = find_upstream(config)(config, environment)
     return upstream
+
+
+def set_length(config: Config) -> None:
+    """Set training.steps from training.epochs if it is not 0, and check the settings again. Raises the same as
+    `Upstream.open_rows`, and RefusedError for settings that do not fit the number of steps."""
+    if isinstance(config, PretrainConfig) and config.training.epochs:
+        rows = find_upstream(config).count_rows(config)
+        config.training.steps = count_steps(config.training.epochs, rows, config.batch.global_size)
+        check(config)
 
 
 def open_sources(config: Config, *, rank: int, world: int, device_type: str = "cpu") -> Sources:

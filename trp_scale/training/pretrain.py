@@ -34,7 +34,7 @@ from trp_scale.engines import captured, compiled, ds_config
 from trp_scale.engines.build import build_engine, build_second_engine
 from trp_scale.errors import ExitStatus
 from trp_scale.models.initialise import build_with_initialisers
-from trp_scale.pretraining.base import Upstream, build_upstream
+from trp_scale.pretraining.base import Upstream, build_upstream, set_length
 from trp_scale.training import micro_size, rundir
 from trp_scale.training.decisions import SpikeWatch, StepAgreement, build_best_tracker, require_same_settings
 from trp_scale.training.loop import RunControl, Trainer, TrainingState, validate
@@ -62,6 +62,7 @@ def pretrain(arguments: Arguments) -> Ended:
     """Run `trp-scale pretrain`."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     config = arguments.config
+    set_length(config)
     with Environment(timeout_minutes=config.reliability.collective_minutes) as environment:
         engine_name = arguments.choose_engine(environment.info.world)
         check_engine(arguments.config, engine_name, gpu=environment.device.type == "cuda")
@@ -197,6 +198,7 @@ class Run:
         self.sources, self.objective = self.upstream.sources, self.upstream.objective
         self.world.require_equal(self.sources.digest(), f"the data set {self.config.data.path}")
         self.notices += [*self._check_checkpoint(stored), *self._capped_workers()]
+        self.notices += self.config.describe_derived(self.sources.train.rows)
 
     def _build_engine_and_hooks(self, document: dict[str, Any] | None) -> None:
         config, path = self.config, str(self.arguments.ds_config or "")

@@ -103,10 +103,14 @@ class WandbSink:
         id_file = run_dir / WANDB_ID_FILE
         if not id_file.exists():
             id_file.write_text(secrets.token_hex(4) + "\n", encoding="utf-8")
+        logging = config.logging
         try:
             self._run = wandb.init(
-                project=config.logging.wandb_project,
-                name=run_dir.name,
+                entity=logging.wandb_entity or None,
+                project=logging.wandb_project,
+                name=logging.wandb_name or run_dir.name,
+                group=logging.wandb_group or None,
+                tags=logging.wandb_tags or None,
                 id="".join(read_lines(id_file)).strip(),
                 resume="allow",
                 dir=str(run_dir),

@@ -244,7 +244,7 @@ PRESENT = to_dict(PosBertConfig())
 ALLOWED = {
     *("model.weights_names", "batch.micro_size", "adversary.check_every"),
     *(f"data.{name}" for name in ("workers", "prefetch", "verify", "max_corrupt_blocks")),
-    *(f"training.{name}" for name in ("steps", "max_hours", "max_skipped_steps", "compile", "capture")),
+    *(f"training.{name}" for name in ("steps", "epochs", "max_hours", "max_skipped_steps", "compile", "capture")),
     *("training.deterministic", "training.activation_checkpointing"),
 }
 ALLOWED_SECTIONS = {"fsdp", "megatron", "validation", "checkpoint", "reliability", "logging"}

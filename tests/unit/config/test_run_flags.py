@@ -11,11 +11,13 @@ from typing import get_type_hints
 import pytest
 
 from trp_scale.config import RefusedError, TextModelConfig
+from trp_scale.config.finetuning import FinetuneConfig
 from trp_scale.config.loader import load_recipe
 from trp_scale.config.registry import make_settings
-from trp_scale.config.run_flags import Arguments, parse
+from trp_scale.config.run_flags import Arguments, parse, parse_run
 from trp_scale.config.schema import setting_name
 from trp_scale.config.settings import sections
+from trp_scale.finetuning.arguments import FinetuneArguments
 from trp_scale.pretraining.pos_bert.settings import PosBertConfig
 
 TINY = ["--recipe", "pos_bert_tiny"]
@@ -43,6 +45,7 @@ def test_every_field_can_be_given_as_section_field_value() -> None:
             argv += [f"--{section}.{setting_name(field)}", *words]
     # Sevens everywhere agree with each other (7 heads of width 1, one micro-batch of 7) but for these three.
     argv += ["--optimizer.min_lr", "0.1", "--model.max_positions", "64", "--logging.profile", "7:7"]
+    argv += ["--training.epochs", "0", "--optimizer.base_lr", "0"]  # they would set other settings
     config = parse(argv).config
     assert config.balancer.reference == {"verb": 0.5}
     assert (config.logging.wandb_project, config.training.compile, config.optimizer.lr) == ("words", "auto", 0.25)
@@ -163,3 +166,32 @@ def test_a_mixture_is_read_from_a_file(tmp_path: Path) -> None:
     path.write_text("books:2=/a,wiki:1=/b\n")
     assert parse([*TINY, "--data.path", str(path)]).config.data.path == "books:2=/a,wiki:1=/b"
     assert parse([*TINY, "--data.path", "/c/missing.txt"]).config.data.path == "/c/missing.txt"
+
+
+def test_a_base_rate_sets_the_learning_rate() -> None:
+    config = parse([*TINY, "--optimizer.base_lr", "1.5e-4", "--batch.global_size", "4096"]).config
+    assert config.optimizer.lr == pytest.approx(1.5e-4 * 4096 / 256)
+    assert list(config.describe_derived(rows=0)) == ["--optimizer.base_lr 0.00015 x 4,096 rows / 256: lr 0.0024"]
+
+
+@pytest.mark.parametrize(
+    ("name", "derived", "value"),
+    [("optimizer.base_lr", "optimizer.lr", "0.25"), ("training.epochs", "training.steps", "7")],
+)
+def test_a_setting_that_sets_another_excludes_its_flag(name: str, derived: str, value: str, tmp_path: Path) -> None:
+    with pytest.raises(RefusedError) as caught:
+        parse([*TINY, f"--{name}", "2", f"--{derived}", value])
+    assert f"--{name}" in str(caught.value) and f"--{derived}" in str(caught.value)
+    section, field = name.split(".")
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text(f"extends: pos_bert_tiny\n{section}: {{{field}: 2}}\n", encoding="utf-8")
+    config = parse(["--recipe", str(recipe), f"--{derived}", value]).config
+    assert getattr(getattr(config, section), field) == 0
+    assert getattr(getattr(config, section), derived.partition(".")[2]) == float(value)
+
+
+def test_epochs_are_of_pretraining_only() -> None:
+    with pytest.raises(RefusedError, match=r"--training\.epochs"):
+        parse_run(
+            ["--recipe", "glue_tiny", "--training.epochs", "2"], FinetuneArguments, FinetuneConfig, prog="finetune"
+        )

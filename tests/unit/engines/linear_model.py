@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trp_scale.config import OptimizerConfig, TrainingConfig
+from trp_scale.config import OptimizerConfig, PretrainTrainingConfig
 from trp_scale.engines.plain import PlainEngine
 from trp_scale.pretraining.pos_bert.settings import PosBertConfig
 
@@ -37,7 +37,7 @@ class Small(nn.Module):
 
 def engine_of(module: nn.Module | None = None, precision: Any = "fp32", **optimizer: Any) -> PlainEngine:
     """The plain engine; without a module with the small model, always at the same weights."""
-    config = PosBertConfig(training=TrainingConfig(precision=precision), optimizer=OptimizerConfig(**optimizer))
+    config = PosBertConfig(training=PretrainTrainingConfig(precision=precision), optimizer=OptimizerConfig(**optimizer))
     return PlainEngine(module if module is not None else Small(), config, device=CPU)
 
 

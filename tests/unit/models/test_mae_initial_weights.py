@@ -10,7 +10,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from tests.unit.models.small_images import config
-from trp_scale.config import ModelConfig, TrainingConfig
+from trp_scale.config import ModelConfig, PretrainTrainingConfig
 from trp_scale.models.initialise import xavier_uniform_tensor
 from trp_scale.models.vit import TransformerBlock, feed_forward_ratio
 from trp_scale.pretraining.mae.model import MaskedAutoencoder
@@ -22,7 +22,7 @@ SIZES = ModelConfig(
 
 def weights(seed: int = 0, layers: int = 2) -> dict[str, Tensor]:
     settings = replace(
-        config(positions="relative"), model=replace(SIZES, layers=layers), training=TrainingConfig(seed=seed)
+        config(positions="relative"), model=replace(SIZES, layers=layers), training=PretrainTrainingConfig(seed=seed)
     )
     return {name: parameter.detach() for name, parameter in MaskedAutoencoder(settings).named_parameters()}
 

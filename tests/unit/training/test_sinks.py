@@ -100,6 +100,24 @@ def test_wandb_offline_keeps_its_id_and_has_new_pictures_and_the_report(
     assert len(pages) == 2 and all("worst task, noun" in page for page in pages)
 
 
+def test_wandb_has_owner_name_group_and_tags_also_after_a_resume(
+    start: Callable[..., Observer], offline: None, config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import wandb
+
+    runs: list[Any] = []
+    init = wandb.init
+    monkeypatch.setattr(wandb, "init", lambda **settings: runs.append(init(**settings)) or runs[-1])
+    start().close("killed")
+    config.logging.wandb_entity, config.logging.wandb_name, config.logging.wandb_group = "team", "first", "sweep"
+    config.logging.wandb_tags = ["a", "b"]
+    for _ in range(2):
+        start().close("finished")
+    assert len({run.id for run in runs}) == 1
+    assert [(run.name, run.group, run.tags) for run in runs[:1]] == [("run", "", ())]
+    assert {(run.entity, run.name, run.group, run.tags) for run in runs[1:]} == {("team", "first", "sweep", ("a", "b"))}
+
+
 def test_wandb_without_a_login_is_one_line(
     start: Callable[..., Observer], config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.synthetic import RecordingTrainer, SilentObserver
-from trp_scale.config import BatchConfig, Config, ModelConfig, OptimizerConfig, TrainingConfig
+from trp_scale.config import BatchConfig, Config, ModelConfig, OptimizerConfig, PretrainTrainingConfig
 from trp_scale.config.images import CropsConfig, MaeVisionConfig
 from trp_scale.config.registry import make_settings
 from trp_scale.core.batch import Batch, TaskLosses
@@ -108,7 +108,7 @@ class Setting:
             vision=MaeVisionConfig(patch_size=16),
             crops=CropsConfig(size=112),
             batch=BatchConfig(global_size=8, micro_size=self.micro_size),
-            training=TrainingConfig(steps=1000),
+            training=PretrainTrainingConfig(steps=1000),
             optimizer=OptimizerConfig(
                 **{"kind": "sgd", "lr": 0.01, "warmup_steps": 0, "schedule": "constant", **self.optimizer}
             ),
