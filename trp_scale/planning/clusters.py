@@ -1,7 +1,7 @@
 """GPUs and networks (vendor figures and assumptions), and the command line of `trp-scale plan`.
 
 Links are those of the usual machines of these GPUs: eight per node, all connected by NVLink switches, and one
-InfiniBand adapter per GPU.
+InfiniBand adapter per GPU. L40S and RTX 4090 have no NVLink and use PCIe.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Gpu:
         peak: dense FLOP/s of bf16 matrix products; tf32, fp32: of fp32 matrices with and without TF32.
         memory: bytes.
         memory_rate: bytes/s of its memory.
-        nvlink: bytes/s in one direction between a GPU and the others of its node.
+        link: bytes/s in one direction between a GPU and the others of its node, by NVLink or PCIe.
         network: bytes/s in one direction between a GPU and other nodes.
         per_node: GPUs per node.
         cores: CPU cores per GPU.
@@ -45,7 +45,7 @@ class Gpu:
     fp32: float
     memory: int
     memory_rate: float
-    nvlink: float
+    link: float
     network: float
     per_node: int = 8
     cores: int
@@ -56,6 +56,9 @@ class Gpu:
 A100_SOURCE = "NVIDIA A100 data sheet (SXM4); DGX A100 data sheet: 8 adapters of 200 Gb/s, 128 cores, 1 or 2 TB"
 HOPPER_SOURCE = "NVIDIA {0} data sheet (SXM5), dense; DGX {0} data sheet: 8 adapters of 400 Gb/s, 112 cores, 2 TB"
 
+PCIE = "PCIe Gen 4 x16, 64 GB/s in both directions together; its machine is assumed: "
+"""GPUs without NVLink. No data sheet fixes their machine."""
+
 _A100 = Gpu(
     name="a100-40",
     peak=312e12,
@@ -63,7 +66,7 @@ _A100 = Gpu(
     fp32=19.5e12,
     memory=40 * GIB,
     memory_rate=1.555e12,
-    nvlink=300e9,
+    link=300e9,
     network=25e9,
     cores=16,
     host_memory=128 * GIB,
@@ -76,17 +79,62 @@ _H100 = Gpu(
     fp32=67e12,
     memory=80 * GIB,
     memory_rate=3.35e12,
-    nvlink=450e9,
+    link=450e9,
     network=50e9,
     cores=14,
     host_memory=256 * GIB,
     source=HOPPER_SOURCE.format("H100"),
+)
+# The data sheet prints sparse PFLOP/s of 8 GPUs: 36 (bf16), 18 (TF32); dense ones are half. NVLink: 1.8 TB/s in both
+# directions together.
+_B200 = replace(
+    _H100,
+    name="b200",
+    peak=2250e12,
+    tf32=1125e12,
+    fp32=75e12,
+    memory=180 * 10**9,
+    memory_rate=8e12,
+    link=900e9,
+    source="NVIDIA HGX B200 data sheet; DGX B200 data sheet: 1,440 GB at 64 TB/s, 8 adapters of 400 Gb/s, 112 cores, "
+    "2 TB",
+)
+_L40S = Gpu(
+    name="l40s",
+    peak=362e12,
+    tf32=183e12,
+    fp32=91.6e12,
+    memory=48 * 10**9,
+    memory_rate=864e9,
+    link=32e9,
+    network=12.5e9,
+    cores=16,
+    host_memory=128 * GIB,
+    source=f"NVIDIA L40S data sheet, dense; {PCIE}100 Gb/s a GPU",
+)
+# bf16 products that are summed in fp32. Two of these cards exchange data through host memory: half the rate.
+_RTX_4090 = replace(
+    _L40S,
+    name="rtx4090",
+    peak=165.2e12,
+    tf32=82.6e12,
+    fp32=82.6e12,
+    memory=24 * GIB,
+    memory_rate=1.008e12,
+    link=16e9,
+    network=12.5e9 / 8,
+    cores=8,
+    host_memory=64 * GIB,
+    source=f"NVIDIA Ada GPU architecture white paper, appendix A, dense; {PCIE}half the rate, 100 Gb/s a node",
 )
 _KINDS = (
     _A100,
     replace(_A100, name="a100-80", memory=80 * GIB, memory_rate=2.039e12, host_memory=256 * GIB),
     _H100,
     replace(_H100, name="h200", memory=141 * 10**9, memory_rate=4.8e12, source=HOPPER_SOURCE.format("H200")),
+    _B200,
+    _L40S,
+    _RTX_4090,
 )
 GPUS = {gpu.name: gpu for gpu in _KINDS}
 
@@ -126,7 +174,7 @@ class Cluster:
             return 0.0
         members = max(1, self.gpu.per_node // apart)
         nodes = -(-ranks // members)
-        rate = self.gpu.nvlink if nodes == 1 else min(self.gpu.nvlink, self.gpu.network * members)
+        rate = self.gpu.link if nodes == 1 else min(self.gpu.link, self.gpu.network * members)
         trips = 2 if kind == "all-reduce" else 1
         moved = size if kind == "reduce" else size * (ranks - 1) / ranks
         hops = (ranks - nodes) * HOP + (nodes - 1) * NETWORK_HOP
@@ -149,7 +197,7 @@ def find_gpu(name: str) -> Gpu:
 def assumptions() -> list[str]:
     """Return descriptions of the assumptions about clusters."""
     return [
-        f"a large collective reaches {SHARE_OF_LINKS:.0%} of the slowest link; nodes of 8 GPUs with an adapter each",
+        f"a large collective reaches {SHARE_OF_LINKS:.0%} of the slowest link; nodes of 8 GPUs share all adapters",
         f"a collective takes {CALL * 1e6:.0f} us plus, per GPU of its ring, {HOP * 1e6:.0f} us within a node and "
         f"{NETWORK_HOP * 1e6:.0f} us between nodes",
         f"the hosts' all-reduce is a ring over TCP, {HOST_HOP * 1e6:.0f} us a hop, while the GPUs still have work",
@@ -172,7 +220,7 @@ class PlanArguments(Arguments):
     gpus: int = setting(8, at_least=1)
     """Number of GPUs."""
     gpu: str = "a100-80"
-    """a100-40, a100-80, h100 or h200."""
+    """a100-40, a100-80, h100, h200, b200, l40s or rtx4090."""
     predict: str = ""
     """Numbers of GPUs for a scaling curve, such as 8,64,256,1024."""
     best: int = setting(5, at_least=1)

@@ -128,7 +128,7 @@ def assumption_lines(gpu: clusters.Gpu) -> list[str]:
     """Return the assumptions of a plan."""
     return [
         f"predicted, not measured; {gpu.name}: {gpu.peak / 1e12:.0f} TFLOP/s in bf16, {gpu.memory / GIB:.0f} GiB at "
-        f"{gpu.memory_rate / 1e12:.2f} TB/s, {gpu.nvlink / 1e9:.0f} GB/s within a node, {gpu.network / 1e9:.0f} GB/s "
+        f"{gpu.memory_rate / 1e12:.2f} TB/s, {gpu.link / 1e9:.0f} GB/s within a node, {gpu.network / 1e9:.3g} GB/s "
         f"between nodes, {gpu.cores} cores ({gpu.source})",
         *clusters.assumptions(),
         *step_assumptions(),
@@ -226,7 +226,7 @@ def dry_run(arguments: Arguments, world: int) -> Iterator[str]:
 def this_gpu() -> tuple[Gpu, list[str]]:
     """Return this machine's GPU or an assumed one, and the assumption."""
     if torch.cuda.is_available():
-        name = torch.cuda.get_device_name(0).lower()
+        name = torch.cuda.get_device_name(0).lower().replace(" ", "")
         large = torch.cuda.get_device_properties(0).total_memory > 50 * 2**30
         for known in GPUS.values():
             kind, _, size = known.name.partition("-")

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from trp_scale.errors import RefusedError
 from trp_scale.planning.clusters import GPUS, Cluster, find_gpu
+from trp_scale.planning.command import this_gpu
 from trp_scale.training.observer import peak_flops
 
+DEVICES = {
+    "a100-80": "A100",
+    "h100": "H100",
+    "h200": "H200",
+    "b200": "B200",
+    "l40s": "L40S",
+    "rtx4090": "GeForce RTX 4090",
+}
 
-@pytest.mark.parametrize(("name", "device"), [("a100-80", "A100"), ("h100", "H100"), ("h200", "H200")])
+
+@pytest.mark.parametrize(("name", "device"), DEVICES.items())
 def test_peaks_are_those_that_a_run_reports_by(name: str, device: str) -> None:
     assert GPUS[name].peak == peak_flops(f"NVIDIA {device}", "bf16")
 
@@ -34,6 +46,22 @@ def test_groups_of_neighbours_stay_in_a_node_and_groups_across_have_an_adapter_a
     assert cluster.seconds("gather", 8e9, 8) == pytest.approx(15e-6 + 7e9 / 225e9 + 7e-6)
     assert cluster.seconds("all-reduce", 4e9, 4, 8) == pytest.approx(15e-6 + 2 * (3e9 / 18.75e9 + 3 * 5e-6))
     assert cluster.seconds("gather", 8e9, 8, 4) == pytest.approx(15e-6 + 7e9 / 37.5e9 + 3 * 5e-6 + 4e-6)
+
+
+def test_gpus_without_nvlink_have_pcie() -> None:
+    """32 GB/s in one direction, of which PCIe cards that copy through host memory have half."""
+    assert (GPUS["l40s"].link, GPUS["rtx4090"].link) == (32e9, 16e9)
+    fast, slow = (Cluster(gpu=GPUS[name], gpus=8).seconds("gather", 8e9) for name in ("b200", "l40s"))
+    assert slow == pytest.approx(fast * 900 / 32, rel=0.01)
+
+
+@pytest.mark.parametrize("name", DEVICES)
+def test_the_gpu_of_a_machine_is_recognised(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda device: f"NVIDIA {DEVICES[name]}")
+    memory = SimpleNamespace(total_memory=GPUS[name].memory)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: memory)
+    assert this_gpu() == (GPUS[name], [])
 
 
 def test_an_unknown_gpu_is_refused_with_the_known_ones() -> None:

@@ -232,6 +232,7 @@ def test_use_of_the_cache_is_in_lines_and_report(config: Config, tmp_path: Path)
         ("NVIDIA A10", 125),
         ("NVIDIA L4", 121),
         ("NVIDIA L40S", 362),
+        ("NVIDIA GeForce RTX 4090", 165.2),
         ("NVIDIA A10G", None),
         ("cpu", None),
     ],
