@@ -9,8 +9,9 @@ import logging
 import math
 import os
 import re
+import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
@@ -99,6 +100,15 @@ class Table:
             style = "bold red" if number in self.marked else None
             table.add_row(*(Text(cell.text, style="bold" if cell.strong else "") for cell in row), style=style)
         return table
+
+    def print(self, *, width: int = 80) -> None:
+        """Print to standard output, with the notes as lines. `width`: columns if that is not a terminal."""
+        from rich.console import Console
+
+        console = Console(width=None if sys.stdout.isatty() else width)
+        console.print(replace(self, notes=()).to_rich())
+        for note in self.notes:
+            console.print(note, markup=False, highlight=False)
 
     def to_markdown(self, *, padded: bool = False) -> str:
         """Render with the title as a heading of level two. `padded`: for a terminal: align the columns and do not

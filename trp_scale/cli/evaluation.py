@@ -137,11 +137,11 @@ def represent(argv: Sequence[str]) -> int:
 class CompareArguments(ReadsRuns):
     """Compare runs on downstream tasks: mean and spread over seeds, the worst task of each run, and whether differences
     to the first run exceed those between seeds. Results of different metrics or splits (dev, test) are never compared.
-    With --html also pre-training runs."""
+    Pre-training runs: final loss of each task, the worst one, steps and speed."""
 
     runs: Annotated[tyro.conf.Positional[list[Path]], tyro.conf.arg(name="run", metavar="RUN [RUN ...]")]
-    """Directories with results.json of trp-scale finetune, evaluate or probe; the first is the baseline. With --html
-    also run directories of pretrain."""
+    """Directories with results.json of trp-scale finetune, evaluate or probe; the first is the baseline. Or run
+    directories of pretrain; with --html both."""
     html: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """Write an offline page to this file (needs the extra `pictures`): results, final figures, overlaid curves, and
     settings that differ."""

@@ -37,6 +37,7 @@ COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
         "launch-files": ("training", "write DeepSpeed's files, launch and SLURM scripts"),
     },
     "diagnose": {
+        "runs": ("training", "list runs with state, step, worst task and age"),
         "doctor": ("training", "find problems of the machines, or of a run directory"),
     },
     "evaluate": {

@@ -1,6 +1,6 @@
-"""Training commands `pretrain` and `finetune`, and commands that prepare training: `recipes` lists recipes, `plan`
-predicts memory and time, `launch-files` copies the scripts of launchers, `doctor` checks machines or a run directory.
-Under a launcher each rank runs the same command line."""
+"""Training commands `pretrain` and `finetune`, and commands about runs: `recipes` lists recipes, `plan` predicts memory
+and time, `launch-files` copies the scripts of launchers, `runs` lists runs, `doctor` checks machines or a run. Under a
+launcher each rank runs the same command line."""
 
 from __future__ import annotations
 
@@ -175,6 +175,24 @@ def launch_files(argv: Sequence[str]) -> int:
     except OSError as error:
         raise RefusedError(f"{directory} cannot be written: {error.strerror}") from error
     print("\n".join(map(str, targets.values())))
+    return 0
+
+
+@dataclass(kw_only=True)
+class RunsArguments:
+    """List the runs below a directory, newest first: state, steps, the worst task with its loss, and the time since the
+    last write. Damaged directories and those without a run are counted."""
+
+    directory: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")] = Path("runs")
+    """Directory that contains runs, also in subdirectories."""
+
+
+def runs(argv: Sequence[str]) -> int:
+    """`trp-scale runs`."""
+    arguments = read(RunsArguments, argv, prog="trp-scale runs")
+    from trp_scale.diagnostics.runs import list_runs
+
+    list_runs(arguments.directory).print()
     return 0
 
 

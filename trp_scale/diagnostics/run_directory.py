@@ -161,23 +161,26 @@ def _check_lease(run_dir: Path, holder: Mapping[str, Any]) -> tuple[Finding, boo
     return judge("lease", True, f"{name}, trains into the directory", ""), True
 
 
-def _check_metrics(run_dir: Path, *, is_alive: bool) -> tuple[int, Finding]:
-    """Return the step of the last complete line of metrics.jsonl, and whether a live run is stalled."""
+def read_last_line(run_dir: Path, field: str = "step") -> dict[str, Any]:
+    """Return the last complete line of metrics.jsonl with a step and a field; empty if none exists."""
     path = run_dir / METRICS_FILE
-    changed = _mtime(path)
-    content = b""
-    if changed is not None:
-        with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - MAX_METRICS_BYTES))
-            content = file.read()
-    last = None
+    if not path.exists():
+        return {}
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - MAX_METRICS_BYTES))
+        content = file.read()
     for line in reversed(content.split(b"\n")[:-1]):  # the last one may be torn
         with contextlib.suppress(RefusedError):
             document = parse_json(line, METRICS_FILE)
-            if isinstance(document, dict) and isinstance(document.get("step"), int):
-                last = document
-                break
-    if changed is None or last is None:
+            if isinstance(document, dict) and isinstance(document.get("step"), int) and field in document:
+                return document
+    return {}
+
+
+def _check_metrics(run_dir: Path, *, is_alive: bool) -> tuple[int, Finding]:
+    """Return the step of the last complete line of metrics.jsonl, and whether a live run is stalled."""
+    changed, last = _mtime(run_dir / METRICS_FILE), read_last_line(run_dir)
+    if changed is None or not last:
         return 0, judge("metrics", True, f"{METRICS_FILE} has no step yet", "")
     loss, seconds, age = last.get("loss"), last.get("step_seconds"), time.time() - changed
     loss_text = f"{loss:.6g}" if isinstance(loss, float | int) else "not finite"

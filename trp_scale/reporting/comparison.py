@@ -16,8 +16,9 @@ from typing import Any, NamedTuple, TypeVar
 from rich.console import Console
 from rich.text import Text
 
+from trp_scale.checkpoint.run_directory import METRICS_FILE
 from trp_scale.config import RefusedError
-from trp_scale.console import Cell, Table, escape_markdown
+from trp_scale.console import Cell, Table, escape_markdown, number_cell
 from trp_scale.reporting.paired_tests import (
     LEAST_SEEDS,
     LEVEL,
@@ -28,8 +29,10 @@ from trp_scale.reporting.paired_tests import (
     paired_difference,
     wilson_interval,
 )
+from trp_scale.reporting.record import read_state
 from trp_scale.reporting.results import (
     AVERAGE,
+    RESULTS_FILE,
     WORST,
     Results,
     SeedResult,
@@ -39,7 +42,8 @@ from trp_scale.reporting.results import (
     judged_together,
     read_results,
 )
-from trp_scale.training.metrics import FEWEST, worst_task
+from trp_scale.training.metrics import FEWEST, read_history, worst_task
+from trp_scale.training.report import marked_task, read_summary
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -432,16 +436,50 @@ def _notes_on_tests(comparison: Comparison) -> list[str]:
 
 
 def compare(runs: Sequence[Path], *, markdown_file: Path | None = None, csv_file: Path | None = None) -> None:
-    """Print the results of the runs; also write them as Markdown and CSV if files are given. Raises RefusedError for a
-    directory without results.json, a repeated directory, or a file that cannot be written."""
+    """Print the results of the runs; also write them as Markdown and CSV if files are given. Without any results.json,
+    print the final losses and speeds of pre-training runs. Raises RefusedError for a directory without results.json
+    among others that have it, a repeated directory, or a file that cannot be written."""
     if not runs:
-        raise RefusedError("no run is given; expected: one or more directories with results.json")
-    comparison = compare_results(dict(zip(names(runs), map(read_results, runs), strict=True)))
+        raise RefusedError("no run is given; expected: one or more directories with results.json or metrics.jsonl")
+    named = dict(zip(names(runs), runs, strict=True))
+    if any((path / METRICS_FILE).is_file() for path in runs) and not any(
+        (path / RESULTS_FILE).is_file() for path in runs
+    ):
+        table = training_table(named)
+        table.print()
+        if csv_file is not None:
+            raise RefusedError(f"--csv {csv_file} needs results.json, which {runs[0]} lacks; allowed: --markdown FILE")
+        if markdown_file is not None:
+            write_output(markdown_file, f"{table.to_markdown()}\n")
+            print(markdown_file)
+        return
+    comparison = compare_results({name: read_results(path) for name, path in named.items()})
     print_comparison(comparison)
     for path, text in ((markdown_file, to_markdown), (csv_file, to_csv)):
         if path is not None:
             write_output(path, text(comparison))
             print(path)
+
+
+def training_table(named: Mapping[str, Path]) -> Table:
+    """Return the final figures of pre-training runs, a column for each run. Raises RefusedError as `read_history`."""
+    histories = [read_history(path) for path in named.values()]
+    ends = [read_state(path, read_summary(path)).word for path in named.values()]
+    rows: list[list[str | Cell]] = [["end", *ends], ["steps", *(f"{history.last_step:,}" for history in histories)]]
+    for name in dict.fromkeys(task for history in histories for task in history.tasks):
+        cells = []
+        for history in histories:
+            cell, is_worst = number_cell(getattr(history.tasks.get(name), "end", None)), marked_task(history) == name
+            cells.append(replace(cell, text=f"{cell.text}{' worst' * is_worst}", strong=is_worst))
+        rows.append([name, *cells])
+    worst = [history.tasks[task].end for history in histories if (task := marked_task(history))]
+    if len(worst) == len(histories):
+        rows.append(["worst task", *map(number_cell, worst)])
+    images = [history.images_per_second for history in histories]
+    speeds = images if any(images) else [history.tokens_per_second for history in histories]
+    rows.append(["images/s" if any(images) else "tokens/s", *map(number_cell, speeds)])
+    note = "Losses: means over the last tenth of a run's steps; those of different masks, targets or tokens differ."
+    return Table(head=["", *named], rows=rows, notes=[note])
 
 
 def write_output(path: Path, text: str, flag: str = "") -> None:

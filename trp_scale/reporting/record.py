@@ -18,7 +18,7 @@ from trp_scale.config.files import read_optional_object, read_yaml
 from trp_scale.config.loader import flat, from_dict, load_recipe, to_dict
 from trp_scale.config.schema import Fields, PartOf, record
 from trp_scale.distributed.liveness import lease_holder
-from trp_scale.errors import RefusedError, shorten
+from trp_scale.errors import ExitStatus, RefusedError, shorten
 from trp_scale.training.metrics import FINISHED, RunHistory, nothing_left, read_history
 from trp_scale.training.report import is_fine_tuning, read_summary
 from trp_scale.training.rundir import CONFIG_FILE, ENVIRONMENT_FILE, STOP_RECORD, read_incidents
@@ -245,7 +245,7 @@ class State:
     """State of a run.
 
     Attributes:
-        word: finished, stopped, failed, running, or end not known.
+        word: finished, stopped, failed, diverged, running, or end not known.
         sentence: reason and advice.
         goes_on: whether the run can be resumed.
     """
@@ -326,7 +326,7 @@ def read_run(run_dir: Path) -> RunRecord:
     curves = RunCurves()
     history = read_history(run_dir, curves.take)
     settings = _settings(run_dir)
-    start = _start(run_dir / ENVIRONMENT_FILE)
+    start = read_start(run_dir / ENVIRONMENT_FILE)
     config, problem = _config(settings, run_dir)
     return RunRecord(
         run_dir=run_dir,
@@ -337,13 +337,13 @@ def read_run(run_dir: Path) -> RunRecord:
         settings=settings,
         config=config,
         changed=_changed_settings(settings, start, config, problem),
-        state=_state(run_dir, summary),
+        state=read_state(run_dir, summary),
         incidents=read_incidents(run_dir),
         fine_tuning=is_fine_tuning(run_dir),
     )
 
 
-def _start(path: Path) -> Start:
+def read_start(path: Path) -> Start:
     """Read environment.json; a damaged file is left to `trp-scale doctor`."""
     try:
         return record(Start, read_optional_object(path), str(path), RefusedError)
@@ -369,7 +369,7 @@ def _config(settings: Mapping[str, Any], run_dir: Path) -> tuple[Config | None, 
 
 
 def _changed_settings(settings: Mapping[str, Any], start: Start, config: Config | None, problem: str) -> Changed:
-    recipe = _recipe(start)
+    recipe = find_recipe(start)
     if config is None or not recipe or problem:
         return Changed(recipe=recipe, problem=problem)
     try:
@@ -391,7 +391,7 @@ def _defaults(config: Config) -> dict[str, Any]:
     return flat(to_dict(dataclasses.replace(config, **defaults)))
 
 
-def _recipe(start: Start) -> str:
+def find_recipe(start: Start) -> str:
     """Return --recipe of the last start; a relative path is resolved from its working directory."""
     words = start.command
     recipes = [after for word, after in pairwise([*words, ""]) if word == "--recipe"]
@@ -402,11 +402,14 @@ def _recipe(start: Start) -> str:
     return name
 
 
-def _state(run_dir: Path, summary: Mapping[str, Any]) -> State:
+def read_state(run_dir: Path, summary: Mapping[str, Any]) -> State:
+    """Return the state of a run. `summary`: its summary.json, empty without one."""
     stop = read_optional_object(run_dir / STOP_RECORD)
     if stop:
         why, advice = str(stop.get("why", "")), str(stop.get("advice", ""))
         sentence = f"{shorten(why, 400)}; {advice}".removesuffix("; ")
+        if stop.get("status") == ExitStatus.DIVERGED:
+            return State(word="diverged", mood="bad", sentence=f"It diverged: {sentence}.", goes_on=True)
         if stop.get("status") != 0:
             return State(word="failed", mood="bad", sentence=f"It failed: {sentence}.", goes_on=True)
         if why == FINISHED:

@@ -12,18 +12,23 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from tests.unit.reporting.small_runs import FINISHED, image_lines, text_lines, write
 from trp_scale.cli import main as cli
 from trp_scale.config import RefusedError
+from trp_scale.console import figure_text
 from trp_scale.reporting.comparison import (
     RowKey,
+    compare,
     compare_results,
     names,
     print_comparison,
     to_csv,
     to_markdown,
+    training_table,
 )
 from trp_scale.reporting.paired_tests import holm, paired_test
 from trp_scale.reporting.results import RESULTS_FILE, Results, SeedResult, TaskResult, join, read_seed, write_results
+from trp_scale.training.metrics import read_history
 
 
 def task(name: str, values: list[float], *, metric: str = "accuracy", split: str = "dev", **more: Any) -> TaskResult:
@@ -264,3 +269,25 @@ def test_a_task_of_few_elements_is_not_the_worst() -> None:
     assert [row["count"] for row in csv.DictReader(io.StringIO(to_csv(comparison)))] == ["12", "70", "99"]
     rare = compare_results({"a": run(counted("few", 0.1, {"images": 12}), counted("fewer", 0.2, {"images": 2}))})
     assert rare.worst == {(key("few"), 0)}, "where none has as many, all count"
+
+
+def test_runs_of_pre_training_are_a_table_of_80_columns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one = write(tmp_path / "pos_bert_tiny-20260101-120000", text_lines(), recipe="pos_bert_tiny", stop=FINISHED)
+    other = write(tmp_path / "pos_bert_tiny-20260102-120000", text_lines(12), recipe="pos_bert_tiny")
+    assert cli.main(["compare", str(one), str(other), "--markdown", str(tmp_path / "written")]) == 0
+    printed = capsys.readouterr().out
+    assert max(map(len, printed.replace(str(tmp_path), "").splitlines())) <= 80
+    rows = {
+        cells[0].text: [cell.text for cell in cells[1:]] for cells in training_table({"a": one, "b": other}).cells()
+    }
+    assert rows["end"] == ["finished", "end not known"] and rows["steps"] == ["20", "12"]
+    worst = read_history(one).tasks["noun"].end
+    assert rows["noun"][0] == f"{figure_text(worst)} worst" and rows["worst task"][0] == figure_text(worst)
+    assert rows["tokens/s"] == ["1,010", "1,006"] and "noun" in (tmp_path / "written").read_text(encoding="utf-8")
+
+
+def test_images_have_images_per_second_and_figures_of_results_are_refused(tmp_path: Path) -> None:
+    run = write(tmp_path / "run", image_lines(), recipe="mae_tiny", stop=FINISHED)
+    assert [cells[0].text for cells in training_table({"run": run}).cells()][-1] == "images/s"
+    with pytest.raises(RefusedError, match="--csv"):
+        compare([run], csv_file=tmp_path / "figures.csv")

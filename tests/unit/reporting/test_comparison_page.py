@@ -94,5 +94,5 @@ def test_what_cannot_be_compared_is_refused(tmp_path: Path, capsys: pytest.Captu
         assert message in capsys.readouterr().err
     assert cli.main(["compare", str(run), "--html", str(run)]) == 2
     assert f"--html {run} cannot be written" in capsys.readouterr().err
-    assert cli.main(["compare", str(run)]) == 2
-    assert "results.json" in capsys.readouterr().err
+    assert cli.main(["compare", str(run), str(tmp_path / "empty")]) == 2
+    assert "empty" in capsys.readouterr().err
