@@ -18,7 +18,7 @@ from rich.text import Text
 
 from trp_scale.checkpoint.run_directory import METRICS_FILE
 from trp_scale.config import RefusedError
-from trp_scale.console import Cell, Table, escape_markdown, number_cell
+from trp_scale.console import GIB, Cell, Table, escape_markdown, number_cell
 from trp_scale.reporting.paired_tests import (
     LEAST_SEEDS,
     LEVEL,
@@ -29,7 +29,7 @@ from trp_scale.reporting.paired_tests import (
     paired_difference,
     wilson_interval,
 )
-from trp_scale.reporting.record import read_state
+from trp_scale.reporting.record import RunRecord, read_run
 from trp_scale.reporting.results import (
     AVERAGE,
     RESULTS_FILE,
@@ -42,8 +42,8 @@ from trp_scale.reporting.results import (
     judged_together,
     read_results,
 )
-from trp_scale.training.metrics import FEWEST, read_history, worst_task
-from trp_scale.training.report import marked_task, read_summary
+from trp_scale.training.metrics import FEWEST, worst_task
+from trp_scale.training.report import marked_task
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -51,6 +51,11 @@ BASELINE, THIS_RUN, CONSTANT_COLUMN = "baseline", "this run", "constant"
 
 WIDE = 160
 """Width of the output without a terminal, as in a log."""
+
+END_NOTE = (
+    "Losses: means over the last tenth of a run's steps, weighted by elements; bold: the lowest. Losses with different "
+    "masks, targets or tokens are not comparable."
+)
 
 LEFT_COLUMNS = 3
 """Text columns; the rest are figures."""
@@ -445,7 +450,7 @@ def compare(runs: Sequence[Path], *, markdown_file: Path | None = None, csv_file
     if any((path / METRICS_FILE).is_file() for path in runs) and not any(
         (path / RESULTS_FILE).is_file() for path in runs
     ):
-        table = training_table(named)
+        table = training_table({name: read_run(path) for name, path in named.items()})
         table.print()
         if csv_file is not None:
             raise RefusedError(f"--csv {csv_file} needs results.json, which {runs[0]} lacks; allowed: --markdown FILE")
@@ -461,25 +466,52 @@ def compare(runs: Sequence[Path], *, markdown_file: Path | None = None, csv_file
             print(path)
 
 
-def training_table(named: Mapping[str, Path]) -> Table:
-    """Return the final figures of pre-training runs, a column for each run. Raises RefusedError as `read_history`."""
-    histories = [read_history(path) for path in named.values()]
-    ends = [read_state(path, read_summary(path)).word for path in named.values()]
-    rows: list[list[str | Cell]] = [["end", *ends], ["steps", *(f"{history.last_step:,}" for history in histories)]]
-    for name in dict.fromkeys(task for history in histories for task in history.tasks):
-        cells = []
-        for history in histories:
-            cell, is_worst = number_cell(getattr(history.tasks.get(name), "end", None)), marked_task(history) == name
-            cells.append(replace(cell, text=f"{cell.text}{' worst' * is_worst}", strong=is_worst))
-        rows.append([name, *cells])
-    worst = [history.tasks[task].end for history in histories if (task := marked_task(history))]
-    if len(worst) == len(histories):
-        rows.append(["worst task", *map(number_cell, worst)])
-    images = [history.images_per_second for history in histories]
-    speeds = images if any(images) else [history.tokens_per_second for history in histories]
-    rows.append(["images/s" if any(images) else "tokens/s", *map(number_cell, speeds)])
-    note = "Losses: means over the last tenth of a run's steps; those of different masks, targets or tokens differ."
-    return Table(head=["", *named], rows=rows, notes=[note])
+def training_table(runs: Mapping[str, RunRecord]) -> Table:
+    """Return the final figures of pre-training runs, a column for each run."""
+    rows: list[list[str | Cell]] = [["end", *(run.state.word for run in runs.values())]]
+    rows += ([name, *cells] for name, cells in end_figures(runs).items())
+    return Table(head=["", *runs], rows=rows, notes=[END_NOTE])
+
+
+def task_names(runs: Mapping[str, RunRecord]) -> list[str]:
+    """Return the names of all runs' tasks."""
+    return list(dict.fromkeys(task for run in runs.values() for task in run.history.tasks))
+
+
+def end_figures(runs: Mapping[str, RunRecord]) -> dict[str, list[Cell]]:
+    """Return the final losses, the speed and the cost of runs with metrics by name, a cell for each run. The lowest
+    losses are bold, and each run's worst task is marked."""
+    histories = [run.history for run in runs.values()]
+    worst = [history.tasks.get(history.worst_task or "") for history in histories]
+    losses: dict[str, list[float | None]] = {"worst task": [task.end if task else None for task in worst]}
+    for name in task_names(runs):
+        tasks = [history.tasks.get(name) for history in histories]
+        losses[name] = [task.end if task else None for task in tasks]
+    losses["held-out loss"] = [history.held_out.get(max(history.held_out, default=0)) for history in histories]
+    waiting = [history.data_wait_share for history in histories]
+    others: dict[str, list[float | None]] = {
+        "its elements": [task.count if task else None for task in worst],
+        "steps": [history.last_step for history in histories],
+        "tokens/s": [history.tokens_per_second for history in histories],
+        "images/s": [history.images_per_second for history in histories],
+        "s a step": [history.step_seconds for history in histories],
+        "data wait, %": [share if share is None else 100.0 * share for share in waiting],
+        "memory, GiB": [history.peak_memory_bytes / GIB for history in histories],
+    }
+    figures = {"worst task": losses["worst task"], "its elements": others["its elements"], **losses, **others}
+    if all(len(history.tasks) == 1 for history in histories):
+        del figures["worst task"], figures["its elements"]
+    if any(others["images/s"]):
+        del figures["tokens/s"]
+    known = {name: values for name, values in figures.items() if any(value is not None for value in values)}
+    cells = {name: list(map(number_cell, values)) for name, values in known.items()}
+    for name in losses.keys() & cells.keys():
+        lowest = min(value for value in known[name] if value is not None)
+        for number, (cell, history) in enumerate(zip(cells[name], histories, strict=True)):
+            mark = " worst" * (marked_task(history) == name)
+            strong = len(runs) > 1 and known[name][number] == lowest
+            cells[name][number] = replace(cell, text=f"{cell.text}{mark}", strong=strong)
+    return cells
 
 
 def write_output(path: Path, text: str, flag: str = "") -> None:

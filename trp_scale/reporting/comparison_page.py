@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from trp_scale.checkpoint.run_directory import METRICS_FILE
 from trp_scale.config.loader import flat
-from trp_scale.console import GIB, Cell, Colour, Table, number_cell
+from trp_scale.console import Cell, Colour, Table
 from trp_scale.errors import RefusedError, shorten
 from trp_scale.reporting.comparison import (
+    END_NOTE,
     Comparison,
     compare,
     compare_results,
+    end_figures,
     legend,
     names,
     result_tables,
+    task_names,
     write_output,
 )
 from trp_scale.reporting.document import Line, Page, PageSection, Plot, Sentences, colours, page_text, plotly_source
@@ -97,56 +100,22 @@ def _end_figures(compared: ComparedRuns) -> Iterator[PageSection]:
     runs = compared.runs
     if not runs:
         return
-    histories = [run.history for run in runs.values()]
-    worst = [history.tasks.get(history.worst_task or "") for history in histories]
-    losses: dict[str, list[float | None]] = {"worst task": [task.end if task else None for task in worst]}
-    for name in _tasks(compared):
-        tasks = [history.tasks.get(name) for history in histories]
-        losses[name] = [task.end if task else None for task in tasks]
-    losses["held-out loss"] = [_last(run.curves.held_out.get("loss", {}).get("", Curve())) for run in runs.values()]
-    waiting = [history.data_wait_share for history in histories]
-    others: dict[str, list[float | None]] = {
-        "its elements": [task.count if task else None for task in worst],
-        "steps": [history.last_step for history in histories],
-        "s a step": [history.step_seconds for history in histories],
-        "waiting for data %": [share if share is None else 100.0 * share for share in waiting],
-        "memory, GiB": [history.peak_memory_bytes / GIB for history in histories],
-    }
-    figures = {"worst task": losses["worst task"], "its elements": others["its elements"], **losses, **others}
-    if all(len(history.tasks) == 1 for history in histories):
-        del figures["worst task"], figures["its elements"]
-    known = {name: values for name, values in figures.items() if any(value is not None for value in values)}
-    rows = []
-    for number, (name, run) in enumerate(runs.items()):
-        cells: list[str | Cell] = [Cell(text=name, colour=compared.colour_of[name]), run.state.word]
-        for column, values in known.items():
-            lowest = min(value for value in values if value is not None)
-            strong = column in losses and len(runs) > 1 and values[number] == lowest
-            cells.append(replace(number_cell(values[number]), strong=strong))
-        rows.append(cells)
-    note = (
-        "Losses: means over the last tenth of a run's steps, weighted by elements; bold: the lowest. Losses with "
-        "different masks, targets or tokens are not comparable."
-    )
+    figures = end_figures(runs)
+    rows: list[list[str | Cell]] = [
+        [Cell(text=name, colour=compared.colour_of[name]), run.state.word, *(row[number] for row in figures.values())]
+        for number, (name, run) in enumerate(runs.items())
+    ]
     yield PageSection(
         name="end",
         title="End figures",
         look_for="The run with the lowest final loss of the worst task, and its cost.",
-        blocks=[Table(head=["run", "end", *known], rows=rows, words=2, notes=[note])],
+        blocks=[Table(head=["run", "end", *figures], rows=rows, words=2, notes=[END_NOTE])],
     )
-
-
-def _tasks(compared: ComparedRuns) -> list[str]:
-    return list(dict.fromkeys(task for run in compared.runs.values() for task in run.history.tasks))
-
-
-def _last(curve: Curve) -> float | None:
-    return curve.values[-1] if len(curve) else None
 
 
 def _curves(compared: ComparedRuns) -> Iterator[PageSection]:
     plots = []
-    for task in _tasks(compared)[:MOST_TASKS]:
+    for task in task_names(compared.runs)[:MOST_TASKS]:
         losses = {name: run.curves.losses.get(task) for name, run in compared.runs.items()}
         plots.append(_plot(compared, f"{task}: training loss", losses))
         for figure in dict.fromkeys(name for run in compared.runs.values() for name in run.curves.held_out):

@@ -27,6 +27,7 @@ from trp_scale.reporting.comparison import (
     training_table,
 )
 from trp_scale.reporting.paired_tests import holm, paired_test
+from trp_scale.reporting.record import read_run
 from trp_scale.reporting.results import RESULTS_FILE, Results, SeedResult, TaskResult, join, read_seed, write_results
 from trp_scale.training.metrics import read_history
 
@@ -271,15 +272,18 @@ def test_a_task_of_few_elements_is_not_the_worst() -> None:
     assert rare.worst == {(key("few"), 0)}, "where none has as many, all count"
 
 
+def rows_of(**runs: Path) -> dict[str, list[str]]:
+    table = training_table({name: read_run(path) for name, path in runs.items()})
+    return {cells[0].text: [cell.text for cell in cells[1:]] for cells in table.cells()}
+
+
 def test_runs_of_pre_training_are_a_table_of_80_columns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     one = write(tmp_path / "pos_bert_tiny-20260101-120000", text_lines(), recipe="pos_bert_tiny", stop=FINISHED)
     other = write(tmp_path / "pos_bert_tiny-20260102-120000", text_lines(12), recipe="pos_bert_tiny")
     assert cli.main(["compare", str(one), str(other), "--markdown", str(tmp_path / "written")]) == 0
     printed = capsys.readouterr().out
     assert max(map(len, printed.replace(str(tmp_path), "").splitlines())) <= 80
-    rows = {
-        cells[0].text: [cell.text for cell in cells[1:]] for cells in training_table({"a": one, "b": other}).cells()
-    }
+    rows = rows_of(a=one, b=other)
     assert rows["end"] == ["finished", "end not known"] and rows["steps"] == ["20", "12"]
     worst = read_history(one).tasks["noun"].end
     assert rows["noun"][0] == f"{figure_text(worst)} worst" and rows["worst task"][0] == figure_text(worst)
@@ -288,6 +292,7 @@ def test_runs_of_pre_training_are_a_table_of_80_columns(tmp_path: Path, capsys: 
 
 def test_images_have_images_per_second_and_figures_of_results_are_refused(tmp_path: Path) -> None:
     run = write(tmp_path / "run", image_lines(), recipe="mae_tiny", stop=FINISHED)
-    assert [cells[0].text for cells in training_table({"run": run}).cells()][-1] == "images/s"
+    rows = rows_of(run=run)
+    assert rows["images/s"] == ["40.50"] and "tokens/s" not in rows and "worst task" not in rows
     with pytest.raises(RefusedError, match="--csv"):
         compare([run], csv_file=tmp_path / "figures.csv")
