@@ -101,14 +101,12 @@ class Table:
             table.add_row(*(Text(cell.text, style="bold" if cell.strong else "") for cell in row), style=style)
         return table
 
-    def print(self, *, width: int = 80) -> None:
-        """Print to standard output, with the notes as lines. `width`: columns if that is not a terminal."""
+    def print(self) -> None:
+        """Print to standard output, 80 columns wide without a terminal, with the notes as lines."""
         from rich.console import Console
 
-        console = Console(width=None if sys.stdout.isatty() else width)
-        console.print(replace(self, notes=()).to_rich())
-        for note in self.notes:
-            console.print(note, markup=False, highlight=False)
+        console = Console(width=None if sys.stdout.isatty() else 80, highlight=False, markup=False)
+        console.print(replace(self, notes=()).to_rich(), *self.notes, sep="\n")
 
     def to_markdown(self, *, padded: bool = False) -> str:
         """Render with the title as a heading of level two. `padded`: for a terminal: align the columns and do not

@@ -17,7 +17,15 @@ from tests.faults.readers import Case, Reader, Target
 from tests.unit.checkpoint.fake_engine import FakeEngine, random_split, renew_digest, save_step, whole_state
 from trp_scale.checkpoint.document import CHUNK, DOCUMENT_NAME, HOOKS_NAME
 from trp_scale.checkpoint.manager import load
-from trp_scale.checkpoint.run_directory import METRICS_FILE, check_settings, cut_metrics, incompleteness, select
+from trp_scale.checkpoint.run_directory import (
+    ENVIRONMENT_FILE,
+    METRICS_FILE,
+    SUMMARY_FILE,
+    check_settings,
+    cut_metrics,
+    incompleteness,
+    select,
+)
 from trp_scale.config.finetuning import FinetuneConfig, ImageTaskConfig
 from trp_scale.config.loader import dump, load_recipe, summary, to_dict
 from trp_scale.config.run_flags import require_modules
@@ -42,8 +50,8 @@ from trp_scale.reporting.results import (
     write_results,
 )
 from trp_scale.reporting.run import run_page
-from trp_scale.training.report import SUMMARY_FILE, report
-from trp_scale.training.rundir import ENVIRONMENT_FILE, _earlier
+from trp_scale.training.report import report
+from trp_scale.training.rundir import _earlier
 
 SHAPES: Mapping[str, tuple[int, ...]] = {"matrix": (7, 5), "bias": (13,), "scalar": ()}
 

@@ -19,6 +19,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
+from trp_scale.checkpoint.card import CARD_FILE, model_card
 from trp_scale.checkpoint.document import DOCUMENT_NAME, CheckpointDocument, read_document
 from trp_scale.checkpoint.format import STATE_OF, read_full_state
 from trp_scale.checkpoint.run_directory import name_seed_runs, newest_complete
@@ -28,7 +29,7 @@ from trp_scale.config.registry import find, import_name
 from trp_scale.distributed.groups import RankError
 from trp_scale.errors import CheckpointError
 from trp_scale.models.initialise import check_names, set_converted
-from trp_scale.storage.files import sync_directory
+from trp_scale.storage.files import sync_directory, write_text
 
 COLOURS = 3
 """Channels of an image in an exported patch embedding."""
@@ -185,7 +186,7 @@ Writer = Callable[[Export], None]
 
 
 def export(source: Path, output: Path, *, to: str = "hf", image_size: int = 224, weights: Weights = "last") -> Path:
-    """Write config.json, model.safetensors (fp32) and, for text, the tokenizer's files.
+    """Write config.json, model.safetensors (fp32), a model card and, for text, the tokenizer's files.
 
     Args:
         source: run directory (its newest complete checkpoint; it may be training) or checkpoint.
@@ -201,7 +202,6 @@ def export(source: Path, output: Path, *, to: str = "hf", image_size: int = 224,
         RefusedError: output is not empty, source has no complete checkpoint, or the library has no such model.
         CheckpointError: the checkpoint is damaged, does not fit its settings, or has no such weights.
     """
-    output = output.absolute()  # "." has an empty name
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise RefusedError(f"--output {output}: exists and is not an empty directory; give another, or remove it")
     return while_training(lambda: _export(source, output, to=to, image_size=image_size, weights=weights))
@@ -211,6 +211,7 @@ def _export(source: Path, output: Path, *, to: str, image_size: int, weights: We
     checkpoint = find_checkpoint(source)
     document = read_document(checkpoint)
     write = find_writer(document, to)
+    shown, output = str(output), output.absolute()  # "." has an empty name
     temporary = output.with_name(f".{output.name}.tmp")
     if temporary.exists():  # left by an export that was killed
         shutil.rmtree(temporary)
@@ -225,6 +226,8 @@ def _export(source: Path, output: Path, *, to: str, image_size: int, weights: We
                 image_size=image_size,
             )
         )
+        call = loading_call(temporary).replace(str(temporary), shown)
+        write_text(temporary / CARD_FILE, model_card(checkpoint, document, call, weights))
         for path in temporary.iterdir():
             path.chmod(temporary.stat().st_mode & 0o666)  # safetensors writes files that only their owner can read
             with path.open("rb") as file:

@@ -9,24 +9,25 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from trp_scale.checkpoint.document import DOCUMENT_NAME, check_sound, read_document, wrong_size
 from trp_scale.config import WITHOUT_END, Config, RefusedError
 from trp_scale.config.checks import engine_rules
-from trp_scale.config.files import json_lines, parse_json
+from trp_scale.config.files import json_lines, parse_json, read_optional_object
 from trp_scale.config.loader import flat, from_dict, to_dict
 from trp_scale.config.registry import names
-from trp_scale.config.schema import Fields
+from trp_scale.config.schema import Fields, PartOf, record
 from trp_scale.distributed.groups import Group, on_rank_zero, run_on_all_ranks
 from trp_scale.distributed.liveness import LEASE
 from trp_scale.errors import CheckpointError, listed_problems, quote, shorten
 from trp_scale.storage.files import atomic_write, sync_directory
 
-METRICS_FILE = "metrics.jsonl"
+METRICS_FILE, SUMMARY_FILE, ENVIRONMENT_FILE = "metrics.jsonl", "summary.json", "environment.json"
 
 SET_ASIDE = "set_aside_"
 """Prefix of the new names of checkpoints and pictures of later steps, after a run has resumed from an earlier step."""
@@ -373,6 +374,34 @@ def _record_step(line: bytes) -> int | None:
     except (RefusedError, KeyError, TypeError):
         return None
     return step if isinstance(step, int) else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start(PartOf):
+    """Fields of environment.json. Attributes: command: of the last start; directory: working directory."""
+
+    command: Sequence[str] = ()
+    directory: str = ""
+
+
+def read_start(run_dir: Path) -> Start:
+    """Read environment.json; a damaged file is left to `trp-scale doctor`."""
+    path = run_dir / ENVIRONMENT_FILE
+    try:
+        return record(Start, read_optional_object(path), str(path), RefusedError)
+    except RefusedError:
+        return Start()
+
+
+def find_recipe(start: Start) -> str:
+    """Return --recipe of the last start; a relative path is resolved from its working directory."""
+    words = start.command
+    recipes = [after for word, after in pairwise([*words, ""]) if word == "--recipe"]
+    recipes += [word.partition("=")[2] for word in words if word.startswith("--recipe=")]
+    name = recipes[-1] if recipes else ""
+    if name.endswith((".yaml", ".yml")) and not Path(name).is_absolute():
+        return str(Path(start.directory) / name)
+    return name
 
 
 MAY_CHANGE = (

@@ -23,6 +23,9 @@ Weights = Literal["last", "average"]
 AVERAGE = "@average"
 """Suffix of a path to a run or checkpoint in `model.weights`; selects the average of its weights."""
 
+MOST_STEPS, LR_ROWS = 1_000_000_000, 256
+"""Maximum of `training.steps`; global batch that `optimizer.base_lr` refers to."""
+
 
 @dataclass(kw_only=True)
 class ModelConfig(Section):
@@ -134,9 +137,6 @@ class BatchConfig(Section):
                 f"--batch.micro_size is {self.micro_size} and does not divide --batch.global_size {self.global_size}; "
                 f"allowed, for example: {near_divisors(self.global_size, self.micro_size)}"
             )
-
-
-MOST_STEPS = 1_000_000_000
 
 
 @dataclass(kw_only=True)
@@ -259,9 +259,6 @@ class MegatronConfig(Section):
 
 WITHOUT_END = ("constant", "inverse_sqrt")
 """Schedules that do not depend on the number of steps."""
-
-LR_ROWS = 256
-"""Global batch that `optimizer.base_lr` refers to."""
 
 
 @dataclass(kw_only=True)
@@ -492,9 +489,8 @@ class Config:
 
     def describe_derived(self, rows: int) -> Iterator[str]:
         """Yield the values that other settings have set, for the log. `rows`: training rows."""
-        optimizer, size = self.optimizer, self.batch.global_size
-        if optimizer.base_lr:
-            yield f"--optimizer.base_lr {optimizer.base_lr:g} x {size:,} rows / {LR_ROWS}: lr {optimizer.lr:g}"
+        if self.optimizer.base_lr:
+            yield f"--optimizer.base_lr {self.optimizer.base_lr:g}: learning rate {self.optimizer.lr:g}"
 
     @property
     def reads(self) -> str:
@@ -560,6 +556,5 @@ class PretrainConfig(Config):
 
     def describe_derived(self, rows: int) -> Iterator[str]:
         yield from super().describe_derived(rows)
-        training, size = self.training, self.batch.global_size
-        if training.epochs:
-            yield f"--training.epochs {training.epochs:g} x {rows:,} rows / {size:,}: {training.steps:,} steps"
+        if self.training.epochs:
+            yield f"--training.epochs {self.training.epochs:g} of {rows:,} rows: {self.training.steps:,} steps"

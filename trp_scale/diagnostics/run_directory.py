@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from trp_scale.checkpoint.document import damage, read_document
-from trp_scale.checkpoint.run_directory import CHECKPOINTS, METRICS_FILE, checkpoints, incompleteness
+from trp_scale.checkpoint.run_directory import CHECKPOINTS, ENVIRONMENT_FILE, METRICS_FILE, checkpoints, incompleteness
 from trp_scale.config.files import parse_json, read_content, read_optional_object
 from trp_scale.diagnostics.machine import Finding, judge
 from trp_scale.distributed.liveness import (
@@ -34,7 +34,7 @@ from trp_scale.distributed.liveness import (
     lease_holder,
 )
 from trp_scale.errors import CheckpointError, RefusedError
-from trp_scale.training.rundir import CONFIG_FILE, ENVIRONMENT_FILE, INCIDENTS_FILE, STOP_RECORD, read_incidents
+from trp_scale.training.rundir import CONFIG_FILE, INCIDENTS_FILE, STOP_RECORD, read_incidents
 
 RUN_FILES = (CONFIG_FILE, ENVIRONMENT_FILE, METRICS_FILE, STOP_RECORD, LEASE, CHECKPOINTS, HANGS)
 """A directory with one of these belongs to a run."""

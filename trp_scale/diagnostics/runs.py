@@ -7,16 +7,16 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from trp_scale.checkpoint.run_directory import METRICS_FILE
+from trp_scale.checkpoint.run_directory import METRICS_FILE, SUMMARY_FILE, find_recipe, read_start
 from trp_scale.config.files import read_yaml
 from trp_scale.config.schema import Fields
 from trp_scale.console import Cell, Table, number_cell
 from trp_scale.diagnostics.run_directory import read_last_line
 from trp_scale.errors import RefusedError
-from trp_scale.reporting.record import find_recipe, read_start, read_state
+from trp_scale.reporting.record import read_state
 from trp_scale.training.metrics import worst_task
-from trp_scale.training.report import SUMMARY_FILE, read_summary
-from trp_scale.training.rundir import CONFIG_FILE, ENVIRONMENT_FILE, STOP_RECORD
+from trp_scale.training.report import read_summary
+from trp_scale.training.rundir import CONFIG_FILE, STOP_RECORD
 
 HEAD = ("run", "recipe", "state", "step", "worst task", "loss", "age")
 UNITS = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
@@ -49,7 +49,7 @@ def read_row(run_dir: Path, name: str) -> list[str | Cell]:
     files = [run_dir / file for file in (CONFIG_FILE, METRICS_FILE, SUMMARY_FILE, STOP_RECORD)]
     age = max(0.0, time.time() - max(path.stat().st_mtime for path in files if path.is_file()))
     size, unit = next((size, unit) for size, unit in UNITS if age >= size or size == 1)
-    recipe = Path(find_recipe(read_start(run_dir / ENVIRONMENT_FILE))).stem or "-"
+    recipe = Path(find_recipe(read_start(run_dir))).stem or "-"
     words = [name, recipe, state, f"{step} of {steps}", worst or "-"]
     return [*words, number_cell(loss), Cell(text=f"{age / size:.0f} {unit}", order=age)]
 

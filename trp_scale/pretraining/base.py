@@ -124,15 +124,6 @@ class Upstream(Protocol):
         config = data_sources.within_cpus(config, environment.cpus)
         return cls.open_sources(config, rank=rank, world=world, device_type=environment.device.type)
 
-    @classmethod
-    def count_rows(cls, config: Any) -> int:
-        """Return the number of training rows, read in this process without workers. Raises the same as `open_rows`."""
-        alone = copy.deepcopy(config)
-        alone.data.workers, alone.batch.micro_size = 0, alone.batch.global_size
-        sources = cls.open_sources(alone, rank=0, world=1)
-        sources.close()
-        return sources.train.rows
-
     @staticmethod
     def open_labelled(config: Any, *, rank: int, world: int, pin: bool) -> OpenLabelled | None:
         """Return the function that splits labelled rows off the data (data/sources.py), or `None`."""
@@ -216,8 +207,11 @@ def set_length(config: Config) -> None:
     """Set training.steps from training.epochs if it is not 0, and check the settings again. Raises the same as
     `Upstream.open_rows`, and RefusedError for settings that do not fit the number of steps."""
     if isinstance(config, PretrainConfig) and config.training.epochs:
-        rows = find_upstream(config).count_rows(config)
-        config.training.steps = count_steps(config.training.epochs, rows, config.batch.global_size)
+        alone = copy.deepcopy(config)
+        alone.data.workers, alone.batch.micro_size = 0, alone.batch.global_size
+        sources = open_sources(alone, rank=0, world=1)
+        sources.close()
+        config.training.steps = count_steps(config.training.epochs, sources.train.rows, config.batch.global_size)
         check(config)
 
 

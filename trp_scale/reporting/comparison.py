@@ -450,13 +450,9 @@ def compare(runs: Sequence[Path], *, markdown_file: Path | None = None, csv_file
     if any((path / METRICS_FILE).is_file() for path in runs) and not any(
         (path / RESULTS_FILE).is_file() for path in runs
     ):
-        table = training_table({name: read_run(path) for name, path in named.items()})
-        table.print()
-        if csv_file is not None:
-            raise RefusedError(f"--csv {csv_file} needs results.json, which {runs[0]} lacks; allowed: --markdown FILE")
-        if markdown_file is not None:
-            write_output(markdown_file, f"{table.to_markdown()}\n")
-            print(markdown_file)
+        if output := markdown_file or csv_file:
+            raise RefusedError(f"{output}: {runs[0]} has no results.json; allowed: --html FILE, or neither")
+        training_table({name: read_run(path) for name, path in named.items()}).print()
         return
     comparison = compare_results({name: read_results(path) for name, path in named.items()})
     print_comparison(comparison)

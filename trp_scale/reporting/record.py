@@ -7,21 +7,21 @@ import math
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
+from trp_scale.checkpoint.run_directory import Start, find_recipe, read_start
 from trp_scale.config import Config
 from trp_scale.config.files import read_optional_object, read_yaml
 from trp_scale.config.loader import flat, from_dict, load_recipe, to_dict
-from trp_scale.config.schema import Fields, PartOf, record
+from trp_scale.config.schema import Fields
 from trp_scale.distributed.liveness import lease_holder
 from trp_scale.errors import ExitStatus, RefusedError, shorten
 from trp_scale.training.metrics import FINISHED, RunHistory, nothing_left, read_history
 from trp_scale.training.report import is_fine_tuning, read_summary
-from trp_scale.training.rundir import CONFIG_FILE, ENVIRONMENT_FILE, STOP_RECORD, read_incidents
+from trp_scale.training.rundir import CONFIG_FILE, STOP_RECORD, read_incidents
 
 MOST_POINTS = 500
 """Points of a curve. A longer one is drawn as means of equal numbers of logged steps, with a band from the least to the
@@ -272,14 +272,6 @@ class Changed:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Start(PartOf):
-    """Fields of environment.json. Attributes: command: of the last start; directory: working directory."""
-
-    command: list[str] = field(default_factory=list)
-    directory: str = ""
-
-
-@dataclass(frozen=True, kw_only=True)
 class RunRecord:
     """Contents of a run directory.
 
@@ -310,7 +302,7 @@ class RunRecord:
     @property
     def command(self) -> list[str]:
         """Command line of the last start without the interpreter; empty if unknown."""
-        words = self.start.command
+        words = list(self.start.command)
         script = next((n for n, word in enumerate(words) if Path(word).name in _SCRIPTS), len(words))
         arguments = words[script:]
         return (
@@ -326,7 +318,7 @@ def read_run(run_dir: Path) -> RunRecord:
     curves = RunCurves()
     history = read_history(run_dir, curves.take)
     settings = _settings(run_dir)
-    start = read_start(run_dir / ENVIRONMENT_FILE)
+    start = read_start(run_dir)
     config, problem = _config(settings, run_dir)
     return RunRecord(
         run_dir=run_dir,
@@ -341,14 +333,6 @@ def read_run(run_dir: Path) -> RunRecord:
         incidents=read_incidents(run_dir),
         fine_tuning=is_fine_tuning(run_dir),
     )
-
-
-def read_start(path: Path) -> Start:
-    """Read environment.json; a damaged file is left to `trp-scale doctor`."""
-    try:
-        return record(Start, read_optional_object(path), str(path), RefusedError)
-    except RefusedError:
-        return Start()
 
 
 def _settings(run_dir: Path) -> Mapping[str, Any]:
@@ -389,17 +373,6 @@ def _defaults(config: Config) -> dict[str, Any]:
     }
     defaults: dict[str, Any] = {name: kind() for name, kind in kinds.items()}
     return flat(to_dict(dataclasses.replace(config, **defaults)))
-
-
-def find_recipe(start: Start) -> str:
-    """Return --recipe of the last start; a relative path is resolved from its working directory."""
-    words = start.command
-    recipes = [after for word, after in pairwise([*words, ""]) if word == "--recipe"]
-    recipes += [word.partition("=")[2] for word in words if word.startswith("--recipe=")]
-    name = recipes[-1] if recipes else ""
-    if name.endswith((".yaml", ".yml")) and not Path(name).is_absolute():
-        return str(Path(start.directory) / name)
-    return name
 
 
 def read_state(run_dir: Path, summary: Mapping[str, Any]) -> State:

@@ -13,12 +13,11 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-from trp_scale.checkpoint.run_directory import METRICS_FILE
+from trp_scale.checkpoint.run_directory import METRICS_FILE, SUMMARY_FILE
 from trp_scale.errors import RefusedError
 from trp_scale.reporting.document import PLOTLY, Page, page_text, plotly_source
 from trp_scale.reporting.record import read_run
 from trp_scale.reporting.run import run_page
-from trp_scale.training.report import SUMMARY_FILE
 from trp_scale.training.rundir import CONFIG_FILE, INCIDENTS_FILE, STOP_RECORD
 
 HOST = "127.0.0.1"

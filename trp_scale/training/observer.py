@@ -19,13 +19,14 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from trp_scale.checkpoint.run_directory import SUMMARY_FILE
 from trp_scale.config import Config, LoggingConfig
 from trp_scale.config.files import read_object
 from trp_scale.core.engine import Trains
 from trp_scale.storage.files import write_text
 from trp_scale.training.metrics import MetricsWriter, RunInfo, StepRecord, finite, read_history, worst_task
 from trp_scale.training.progress import PlainDisplay, open_display
-from trp_scale.training.report import REPORT_FILE, SUMMARY_FILE, report, report_table
+from trp_scale.training.report import REPORT_FILE, report, report_table
 from trp_scale.training.sinks import Sink, TensorBoardSink, WandbSink
 
 PEAK_FLOPS: tuple[tuple[str, float], ...] = (

@@ -12,13 +12,13 @@ from typing import Any
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
+from trp_scale.checkpoint.run_directory import SUMMARY_FILE
 from trp_scale.config.files import read_object, read_yaml
 from trp_scale.config.schema import Fields, PartOf, Whole, record
 from trp_scale.console import Cell, Colour, Table, figure_text, number_cell
 from trp_scale.errors import RefusedError, shorten
 from trp_scale.training.metrics import FEWEST, LastLesson, RunHistory, TaskHistory, end_begins, read_history
 
-SUMMARY_FILE = "summary.json"
 REPORT_FILE = "report.txt"
 REPORT_WIDTH = 100
 

@@ -32,7 +32,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 import trp_scale
-from trp_scale.checkpoint.run_directory import newest_step
+from trp_scale.checkpoint.run_directory import ENVIRONMENT_FILE, newest_step
 from trp_scale.config import Config
 from trp_scale.config.files import json_lines, parse_json, read_object, read_optional_object
 from trp_scale.config.loader import dump
@@ -47,7 +47,6 @@ from trp_scale.storage.transfer import RemoteError
 from trp_scale.training.metrics import FINISHED, drop_torn_line, nothing_left
 
 CONFIG_FILE = "config.yaml"
-ENVIRONMENT_FILE = "environment.json"
 _PACKAGES = (
     "torch",
     "deepspeed",

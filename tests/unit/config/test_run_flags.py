@@ -171,7 +171,7 @@ def test_a_mixture_is_read_from_a_file(tmp_path: Path) -> None:
 def test_a_base_rate_sets_the_learning_rate() -> None:
     config = parse([*TINY, "--optimizer.base_lr", "1.5e-4", "--batch.global_size", "4096"]).config
     assert config.optimizer.lr == pytest.approx(1.5e-4 * 4096 / 256)
-    assert list(config.describe_derived(rows=0)) == ["--optimizer.base_lr 0.00015 x 4,096 rows / 256: lr 0.0024"]
+    assert list(config.describe_derived(rows=0)) == ["--optimizer.base_lr 0.00015: learning rate 0.0024"]
 
 
 @pytest.mark.parametrize(
