@@ -19,12 +19,8 @@ CARD_FILE = "README.md"
 
 
 def model_card(checkpoint: Path, document: CheckpointDocument, call: str, weights: Weights) -> str:
-    """Return the text of the card. It has losses if the run ended at the checkpoint.
-
-    Args:
-        call: expression that loads the model.
-        weights: the exported ones.
-    """
+    """Return the text of the card, with losses if the run ended at the checkpoint. `call`: expression that loads the
+    model; `weights`: the exported ones."""
     run_dir, settings = checkpoint.resolve().parents[1], flat(document.config)
     library, upstream = call.partition(".")[0], str(settings.get("upstream"))
     members = parse_members(settings.get("data.path") or "unknown")

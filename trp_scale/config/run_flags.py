@@ -190,14 +190,8 @@ PAIRS = {"training.epochs": "training.steps", "optimizer.base_lr": "optimizer.lr
 
 def resolve_pairs(config: Config, chosen: Collection[str]) -> None:
     """Set optimizer.lr from optimizer.base_lr, and training.steps to its maximum until the data for training.epochs is
-    opened (pretraining/base.py: `set_length`). A flag for the second of a pair overrides the first in a recipe.
-
-    Args:
-        chosen: names of the given flags.
-
-    Raises:
-        RefusedError: flags for both settings of a pair.
-    """
+    opened (pretraining/base.py: `set_length`). A flag for the second of a pair overrides the first in a recipe. Raises
+    RefusedError: `chosen`, the names of the given flags, has both."""
     for name, derived in PAIRS.items():
         section, _, field_name = name.partition(".")
         value = getattr(getattr(config, section), field_name, 0.0)

@@ -19,8 +19,7 @@ from trp_scale.training.report import read_summary
 from trp_scale.training.rundir import CONFIG_FILE, STOP_RECORD
 
 HEAD = ("run", "recipe", "state", "step", "worst task", "loss", "age")
-UNITS = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
-"""Seconds of each unit of an age."""
+SECONDS_OF_UNITS = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
 
 
 def find_runs(directory: Path) -> Iterator[Path]:
@@ -48,7 +47,7 @@ def read_row(run_dir: Path, name: str) -> list[str | Cell]:
         loss = losses.get(worst)
     files = [run_dir / file for file in (CONFIG_FILE, METRICS_FILE, SUMMARY_FILE, STOP_RECORD)]
     age = max(0.0, time.time() - max(path.stat().st_mtime for path in files if path.is_file()))
-    size, unit = next((size, unit) for size, unit in UNITS if age >= size or size == 1)
+    size, unit = next((size, unit) for size, unit in SECONDS_OF_UNITS if age >= size or size == 1)
     recipe = Path(find_recipe(read_start(run_dir))).stem or "-"
     words = [name, recipe, state, f"{step} of {steps}", worst or "-"]
     return [*words, number_cell(loss), Cell(text=f"{age / size:.0f} {unit}", order=age)]

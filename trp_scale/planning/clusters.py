@@ -7,7 +7,7 @@ InfiniBand adapter per GPU. L40S and RTX 4090 have no NVLink and use PCIe.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -22,7 +22,7 @@ from trp_scale.errors import nearest
 GIB = 2**30
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Gpu:
     """GPU model and its machine.
 
@@ -33,10 +33,10 @@ class Gpu:
         memory_rate: bytes/s of its memory.
         link: bytes/s in one direction between a GPU and the others of its node, by NVLink or PCIe.
         network: bytes/s in one direction between a GPU and other nodes.
-        per_node: GPUs per node.
         cores: CPU cores per GPU.
         host_memory: bytes of host memory per GPU.
         source: origin of the figures.
+        per_node: GPUs per node.
     """
 
     name: str
@@ -47,94 +47,30 @@ class Gpu:
     memory_rate: float
     link: float
     network: float
-    per_node: int = 8
     cores: int
     host_memory: int
     source: str
+    per_node: int = 8
 
 
-A100_SOURCE = "NVIDIA A100 data sheet (SXM4); DGX A100 data sheet: 8 adapters of 200 Gb/s, 128 cores, 1 or 2 TB"
-HOPPER_SOURCE = "NVIDIA {0} data sheet (SXM5), dense; DGX {0} data sheet: 8 adapters of 400 Gb/s, 112 cores, 2 TB"
+DGX = "DGX {0} data sheet: 8 adapters of {1} Gb/s, {2} cores, {3} TB"
+A100 = f"NVIDIA A100 data sheet (SXM4); {DGX.format('A100', 200, 128, '1 or 2')}"
+H100, H200 = (f"NVIDIA {n} data sheet (SXM5), dense; {DGX.format(n, 400, 112, 2)}" for n in ("H100", "H200"))
+B200 = f"NVIDIA HGX B200 data sheet, half of the sparse figures; {DGX.format('B200', 400, 112, 2)}, 1,440 GB at 64 TB/s"
+PCIE = "dense; PCIe Gen 4 x16, no NVLink; its machine is assumed"
+L40S = f"NVIDIA L40S data sheet, {PCIE}, with 100 Gb/s a GPU"
+RTX_4090 = f"NVIDIA Ada GPU architecture white paper, appendix A, {PCIE}, with 100 Gb/s a node, half of PCIe's rate"
+"""bf16 products that are summed in fp32. Two of these cards exchange data through host memory."""
 
-PCIE = "PCIe Gen 4 x16, 64 GB/s in both directions together; its machine is assumed: "
-"""GPUs without NVLink. No data sheet fixes their machine."""
-
-_A100 = Gpu(
-    name="a100-40",
-    peak=312e12,
-    tf32=156e12,
-    fp32=19.5e12,
-    memory=40 * GIB,
-    memory_rate=1.555e12,
-    link=300e9,
-    network=25e9,
-    cores=16,
-    host_memory=128 * GIB,
-    source=A100_SOURCE,
-)
-_H100 = Gpu(
-    name="h100",
-    peak=989e12,
-    tf32=494e12,
-    fp32=67e12,
-    memory=80 * GIB,
-    memory_rate=3.35e12,
-    link=450e9,
-    network=50e9,
-    cores=14,
-    host_memory=256 * GIB,
-    source=HOPPER_SOURCE.format("H100"),
-)
-# The data sheet prints sparse PFLOP/s of 8 GPUs: 36 (bf16), 18 (TF32); dense ones are half. NVLink: 1.8 TB/s in both
-# directions together.
-_B200 = replace(
-    _H100,
-    name="b200",
-    peak=2250e12,
-    tf32=1125e12,
-    fp32=75e12,
-    memory=180 * 10**9,
-    memory_rate=8e12,
-    link=900e9,
-    source="NVIDIA HGX B200 data sheet; DGX B200 data sheet: 1,440 GB at 64 TB/s, 8 adapters of 400 Gb/s, 112 cores, "
-    "2 TB",
-)
-_L40S = Gpu(
-    name="l40s",
-    peak=362e12,
-    tf32=183e12,
-    fp32=91.6e12,
-    memory=48 * 10**9,
-    memory_rate=864e9,
-    link=32e9,
-    network=12.5e9,
-    cores=16,
-    host_memory=128 * GIB,
-    source=f"NVIDIA L40S data sheet, dense; {PCIE}100 Gb/s a GPU",
-)
-# bf16 products that are summed in fp32. Two of these cards exchange data through host memory: half the rate.
-_RTX_4090 = replace(
-    _L40S,
-    name="rtx4090",
-    peak=165.2e12,
-    tf32=82.6e12,
-    fp32=82.6e12,
-    memory=24 * GIB,
-    memory_rate=1.008e12,
-    link=16e9,
-    network=12.5e9 / 8,
-    cores=8,
-    host_memory=64 * GIB,
-    source=f"NVIDIA Ada GPU architecture white paper, appendix A, dense; {PCIE}half the rate, 100 Gb/s a node",
-)
 _KINDS = (
-    _A100,
-    replace(_A100, name="a100-80", memory=80 * GIB, memory_rate=2.039e12, host_memory=256 * GIB),
-    _H100,
-    replace(_H100, name="h200", memory=141 * 10**9, memory_rate=4.8e12, source=HOPPER_SOURCE.format("H200")),
-    _B200,
-    _L40S,
-    _RTX_4090,
+    # name, FLOP/s in bf16, TF32 and fp32, memory, its rate, rates within a node and between nodes, cores, host, source
+    Gpu("a100-40", 312e12, 156e12, 19.5e12, 40 * GIB, 1.555e12, 300e9, 25e9, 16, 128 * GIB, A100),
+    Gpu("a100-80", 312e12, 156e12, 19.5e12, 80 * GIB, 2.039e12, 300e9, 25e9, 16, 256 * GIB, A100),
+    Gpu("h100", 989e12, 494e12, 67e12, 80 * GIB, 3.35e12, 450e9, 50e9, 14, 256 * GIB, H100),
+    Gpu("h200", 989e12, 494e12, 67e12, 141 * 10**9, 4.8e12, 450e9, 50e9, 14, 256 * GIB, H200),
+    Gpu("b200", 2250e12, 1125e12, 75e12, 180 * 10**9, 8e12, 900e9, 50e9, 14, 256 * GIB, B200),
+    Gpu("l40s", 362e12, 183e12, 91.6e12, 48 * 10**9, 0.864e12, 32e9, 12.5e9, 16, 128 * GIB, L40S),
+    Gpu("rtx4090", 165.2e12, 82.6e12, 82.6e12, 24 * GIB, 1.008e12, 16e9, 12.5e9 / 8, 8, 64 * GIB, RTX_4090),
 )
 GPUS = {gpu.name: gpu for gpu in _KINDS}
 
