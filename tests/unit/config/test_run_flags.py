@@ -14,7 +14,7 @@ from trp_scale.config import RefusedError, TextModelConfig
 from trp_scale.config.finetuning import FinetuneConfig
 from trp_scale.config.loader import load_recipe
 from trp_scale.config.registry import make_settings
-from trp_scale.config.run_flags import Arguments, parse, parse_run
+from trp_scale.config.run_flags import Arguments, make_arguments, parse, parse_run
 from trp_scale.config.schema import setting_name
 from trp_scale.config.settings import sections
 from trp_scale.finetuning.arguments import FinetuneArguments
@@ -195,3 +195,11 @@ def test_epochs_are_of_pretraining_only() -> None:
         parse_run(
             ["--recipe", "glue_tiny", "--training.epochs", "2"], FinetuneArguments, FinetuneConfig, prog="finetune"
         )
+
+
+def test_python_refuses_both_settings_of_a_pair_too() -> None:
+    settings = {"training": {"epochs": 1, "steps": 5}}
+    with pytest.raises(RefusedError, match=r"--training\.epochs is 1 .*--training\.steps"):
+        make_arguments(Arguments(recipe="pos_bert_tiny"), None, settings)
+    arguments = make_arguments(Arguments(recipe="pos_bert_tiny"), None, {"optimizer": {"base_lr": 0.5}})
+    assert arguments.config.optimizer.lr == 0.5 * arguments.config.batch.global_size / 256
