@@ -36,6 +36,14 @@ def test_fractions_of_the_split_are_steps_of_whole_batches(words: list[str]) -> 
     assert config.training.steps == math.ceil(0.3 * rows / config.batch.global_size)
 
 
+@pytest.mark.parametrize("recipe", ["mae_tiny", "mm_mae_tiny"])
+def test_epochs_of_images(recipe: str, image_dataset: Path, tmp_path: Path) -> None:
+    words = without_steps(image_flags(recipe, image_dataset, tmp_path / "run"))
+    config = parse([*words, "--training.epochs", "2", "--batch.micro_size", "auto"]).config
+    set_length(config)
+    assert config.batch.micro_size == "auto" and config.training.steps > 2
+
+
 def test_rows_of_labelled_splits_do_not_count(image_dataset: Path, tmp_path: Path) -> None:
     words = without_steps(image_flags("mlo_mae_tiny", image_dataset, tmp_path / "run"))
     config = parse([*words, "--training.epochs", "1", "--multilevel.unlabelled", "train"]).config
