@@ -49,7 +49,7 @@ def read_row(run_dir: Path, name: str) -> list[str | Cell]:
     age = max(0.0, time.time() - max(path.stat().st_mtime for path in files if path.is_file()))
     size, unit = next((size, unit) for size, unit in SECONDS_OF_UNITS if age >= size or size == 1)
     recipe = Path(find_recipe(read_start(run_dir))).stem or "-"
-    words = [name, recipe, state, f"{step} of {steps}", worst or "-"]
+    words = [name, recipe, state, f"{step}/{steps}", worst or "-"]
     return [*words, number_cell(loss), Cell(text=f"{age / size:.0f} {unit}", order=age)]
 
 

@@ -63,7 +63,7 @@ def test_runs_of_every_state_are_listed_newest_first(parent: Path) -> None:
         ("broken", "failed", "8 h"),
         ("done", "finished", "10 h"),
     ]
-    assert {row[1] for row in listed} == {"pos_bert_tiny", "mae_tiny"} and {row[3] for row in listed} == {"20 of 20"}
+    assert {row[1] for row in listed} == {"pos_bert_tiny", "mae_tiny"} and {row[3] for row in listed} == {"20/20"}
 
 
 def test_the_worst_task_is_that_of_the_report_or_of_the_last_line(parent: Path) -> None:
@@ -79,7 +79,7 @@ def test_a_run_that_goes_on_after_its_summary_shows_the_last_line(parent: Path) 
     with (run / "metrics.jsonl").open("a") as file:
         file.write(json.dumps(line(6, {"noun": task(3.25)})) + '\n{"step": 7, "tor')
     with Lease(run):
-        assert read_row(run, "more")[2:4] == ["running", "6 of 5"]
+        assert read_row(run, "more")[2:4] == ["running", "6/5"]
         assert worst_of(run) == ("noun", 3.25)
 
 
