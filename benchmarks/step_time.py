@@ -37,8 +37,9 @@ from trp_scale.engines.optimizer import build_optimizer
 from trp_scale.engines.plain import PlainEngine
 from trp_scale.models.patches import unpatchify
 from trp_scale.pretraining.base import DataFacts
+from trp_scale.pretraining.mae.image_weights import published_name
 from trp_scale.pretraining.mae.settings import MaeConfig
-from trp_scale.pretraining.mae.weights import published_name, to_vitmae, vitmae_config
+from trp_scale.pretraining.mae.weights import to_vitmae, vitmae_config
 from trp_scale.pretraining.mm_mae.settings import MmMaeConfig
 from trp_scale.pretraining.pos_bert.model import bert_config
 from trp_scale.pretraining.pos_bert.settings import PosBertConfig, PosBertObjectiveConfig

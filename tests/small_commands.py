@@ -31,7 +31,7 @@ def as_flags(values: Mapping[str, object]) -> list[str]:
 
 def small_training(words: list[str], steps: int) -> list[str]:
     """Flags that shrink a recipe, those of its own settings. What a resume may not change is the same in all
-    commands."""
+    commands. Weights of another library bring their own sizes."""
     own = {
         "training.steps": steps,
         "training.epochs": 0,
@@ -39,7 +39,10 @@ def small_training(words: list[str], steps: int) -> list[str]:
         "optimizer.schedule": "constant",
     }
     known = flat(to_dict(load_recipe(words[words.index("--recipe") + 1])))
-    return as_flags({name: value for name, value in {**SMALL, **SMALL_DECODER, **own}.items() if name in known})
+    small = {name: value for name, value in {**SMALL, **SMALL_DECODER, **own}.items() if name in known}
+    if "--model.weights" in words:
+        small = {name: value for name, value in small.items() if not name.startswith("model.")}
+    return as_flags(small)
 
 
 def small_tuning(words: list[str]) -> list[str]:

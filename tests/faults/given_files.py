@@ -20,6 +20,7 @@ from tests.unit.data.images.source_images import class_map, depth_map, jpeg, pix
 from tests.unit.finetuning.detection.small_sets import coco_document, write_coco, write_voc
 from trp_scale.checkpoint.initial_weights import give_weights
 from trp_scale.config import ModelConfig
+from trp_scale.config.schema import Fields
 from trp_scale.data.text.tokenizer import load_for_sharding, save_trained, special_tokens, train_word_piece
 from trp_scale.diagnostics import machine
 from trp_scale.errors import DataError, RefusedError
@@ -290,10 +291,18 @@ class _Linear(nn.Module):
         self.weight = nn.Parameter(torch.zeros(3, 4))
 
 
-def _take(model: nn.Module, found: dict[str, Tensor]) -> None:
+def _take(model: nn.Module, found: dict[str, Tensor], fields: Fields) -> list[str]:
     if set(found) != {"weight"} or found["weight"].shape != (3, 4):
         raise ValueError(f"tensors {sorted(found)}, weight [3, 4] expected")
     model.load_state_dict(found)
+    return []
+
+
+def given_torch_file(directory: Path) -> Case:
+    path = directory / "weights.pth"
+    torch.save({"model": {"weight": torch.zeros(3, 4)}}, path)
+    read = partial(give_weights, _Linear(), ModelConfig(weights=str(path)), _take)
+    return Case(targets=[Target(path=path, kind="bytes")], read=read)
 
 
 def given_weights(directory: Path) -> Case:
@@ -301,7 +310,8 @@ def given_weights(directory: Path) -> Case:
     save_file({"weight": torch.zeros(3, 4)}, path)
     targets = [Target(path=path, kind="bytes")]
     targets.append(Target(path=path, kind="json", within=_tensor_header, joined=_with_tensor_header))
-    return Case(targets=targets, read=lambda: give_weights(_Linear(), ModelConfig(weights=str(directory)), _take))
+    read = partial(give_weights, _Linear(), ModelConfig(weights=str(directory)), _take)
+    return Case(targets=targets, read=read)
 
 
 def hosts(directory: Path) -> Case:
@@ -334,5 +344,6 @@ READERS = [
     Reader(name="own_image", make=own_image, documented=(RefusedError,)),
     Reader(name="tokenizer", make=tokenizer, documented=(RefusedError,), share=0.3),
     Reader(name="given_weights", make=given_weights, documented=(RefusedError,), share=0.7),
+    Reader(name="given_torch_file", make=given_torch_file, documented=(RefusedError,), share=0.7),
     Reader(name="hostfile", make=hosts, documented=(RefusedError,), share=0.5),
 ]

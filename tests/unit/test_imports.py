@@ -117,17 +117,23 @@ def circle(files: Iterable[tuple[str, Path]]) -> list[str]:
 
 
 def unpickling(source: str, path: Path) -> list[str]:
-    """The places of one file that could run what a file on disk says."""
+    """The places of one file that could run what a file on disk says: not torch.load with weights_only."""
     tree = parse(source)
     found = [
         f"{path}:{line}: imports {module}"
         for line, module in modules(tree, ())
         if module.split(".")[0] in PICKLING_MODULES
     ]
+    of_tensors = {
+        node.func
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and "weights_only=True" in map(ast.unparse, node.keywords)
+    }
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module in ("torch", "torch.serialization"):
             found += [f"{path}:{node.lineno}: torch.{a.name}" for a in node.names if a.name in ("load", "save")]
-        if isinstance(node, ast.Attribute) and ast.unparse(node) in ("torch.load", "torch.save"):
+        named = ast.unparse(node) if isinstance(node, ast.Attribute) else ""
+        if named == "torch.save" or (named == "torch.load" and node not in of_tensors):
             found.append(f"{path}:{node.lineno}: {ast.unparse(node)}")
         if isinstance(node, ast.keyword) and node.arg == "allow_pickle" and ast.unparse(node.value) != "False":
             found.append(f"{path}:{node.value.lineno}: allow_pickle={ast.unparse(node.value)}")

@@ -111,6 +111,17 @@ class WeightNames:
         names = (_translate(source, p.theirs, p.ours) for p in self.pairs if isinstance(p.theirs, str))
         return next(filter(None, names), None)
 
+    def rename(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return another library's tensors by our names; those that the table lacks keep their names."""
+        renamed: dict[str, Tensor] = {}
+        for source in state:
+            names = (_translate(source, theirs, pair.ours) for pair in self.pairs for theirs in pair.sources)
+            name = next(filter(None, names), "")
+            sources = self.sources(name) if name else ()
+            if all(part in state for part in sources):
+                renamed[name or source] = self.to_ours(name, [state[k] for k in sources]) if name else state[source]
+        return renamed
+
     def to_ours(self, name: str, tensors: Sequence[Tensor]) -> Tensor:
         """Return the value of our parameter from its source tensors."""
         joined = tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))

@@ -44,10 +44,10 @@ class ModelConfig(Section):
     layer_norm_eps: float = setting(1e-12, above=0)
     """Epsilon of the layer norms."""
     weights: str = ""
-    """Start from existing weights: a safetensors file, or a directory with model.safetensors. Allowed: transformers'
-    BertForPreTraining, ModernBertForMaskedLM or ViTMAEForPreTraining, timm's ViT (encoder only), MultiMAE. A run
-    directory of trp-scale pretrain gives its last weights; with @average appended, their average. Empty = random, from
-    the seed."""
+    """Start from existing weights: a .safetensors or .pth file, or a directory with one. Allowed: transformers' BERT,
+    ModernBERT or ViTMAE, timm's ViT, MAE, MultiMAE; sizes that no flag sets are theirs, and the log names what differs.
+    A run directory of trp-scale pretrain gives its last weights; with @average appended, their average. Empty = random,
+    from the seed."""
     weights_names: bool = False
     """If the weights do not fit the model, list every tensor that is missing, unexpected or of another shape."""
 

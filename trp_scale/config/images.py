@@ -40,6 +40,9 @@ class RelativeVisionConfig(VisionConfig):
 class DecodedVisionConfig(VisionConfig):
     """Masked autoencoder (He et al.). Defaults are MAE's."""
 
+    learned_positions: bool = False
+    """Train the encoder's absolute positions, of patches and class token, from sine-cosine positions or those of
+    --model.weights. False: they stay sine-cosine, as those of decoders always do."""
     decoder_layers: int = setting(8, at_least=1)
     """Number of decoder blocks."""
     decoder_hidden_size: int = setting(512, at_least=1)
@@ -216,6 +219,11 @@ class MaskedAutoencoderConfig(ImagePretrainConfig):
             yield (
                 "--vision.decoder linear predicts from the encoder's tokens alone, and --vision.tokens visible leaves "
                 "the masked ones out; allowed: --vision.tokens all, or --vision.decoder transformer"
+            )
+        if vision.learned_positions and vision.tokens == "all" and self.adversary.kind == "absolute_coordinate":
+            yield (
+                "--adversary.kind is absolute_coordinate, which shifts sine-cosine positions, but "
+                "--vision.learned_positions is True; allowed: --vision.tokens visible, or another kind"
             )
         if self.patches:
             split = split_patches(self.crops.size, vision.patch_size, ratio)

@@ -100,6 +100,7 @@ def parse(argv: Sequence[str]) -> Arguments:
     """
     arguments = parse_run(argv, Arguments, PretrainConfig, prog="trp-scale pretrain")
     _take_weights(arguments)
+    resolve_sizes(arguments, flag_words(argv))
     read_mixture_file(arguments.config)
     check(arguments.config)
     return arguments
@@ -115,6 +116,55 @@ def _take_weights(arguments: Arguments) -> None:
     if path.endswith(AVERAGE):
         raise RefusedError(f"--from {path}: allowed: {path.removesuffix(AVERAGE)}; the moments are of the last weights")
     model.weights = path
+
+
+SIZES = {
+    "model": "layers hidden_size heads intermediate_size layer_norm_eps max_positions global_every local_attention "
+    "global_rotary_base local_rotary_base",
+    "vision": "patch_size position_order learned_positions decoder_layers decoder_hidden_size decoder_heads",
+}
+"""Settings that initial weights may fix, by section."""
+
+
+class Assumed(int):
+    """Size that weights do not determine; a flag may set another."""
+
+
+def recorded_sizes(document: Mapping[str, Any]) -> dict[tuple[str, str], Any]:
+    """Return the settings in SIZES of a run, by (section, field)."""
+    values = flat(document)
+    pairs = [(section, name) for section, names in SIZES.items() for name in names.split()]
+    return {(section, name): values[key] for section, name in pairs if (key := f"{section}.{name}") in values}
+
+
+def resolve_sizes(arguments: Arguments, chosen: Collection[str]) -> None:
+    """Set the sizes of the model to those of the weights at `model.weights`. A run that resumes has the sizes that its
+    config.yaml records, and does not need the weights.
+
+    Args:
+        chosen: settings that flags set, as section.field.
+
+    Raises:
+        RefusedError: the weights cannot be read, or a flag sets another size.
+    """
+    config, start = arguments.config, arguments.start_from
+    if not isinstance(config, PretrainConfig) or not config.model.weights or (start and not Path(start).is_dir()):
+        return
+    resume = Path(arguments.resume)
+    places = [arguments.run_dir] if arguments.resume == "auto" else [resume, resume.parent.parent]
+    files = [path / "config.yaml" for path in places if path is not None and (path / "config.yaml").is_file()]
+    recorded = [Fields(read_document(file), str(file)).document for file in files]
+    runs = [run for run in recorded if flat(run).get("model.weights") == config.model.weights]
+    sizes = recorded_sizes(runs[0]) if runs else find("upstream", config.upstream).load().read_sizes(config)
+    wrong = []
+    for (section, name), value in sizes.items():
+        flag, present = f"{section}.{name}", getattr(getattr(config, section), name)
+        if flag not in chosen:
+            setattr(getattr(config, section), name, int(value) if isinstance(value, Assumed) else value)
+        elif present != value and not isinstance(value, Assumed):
+            wrong.append(f"--{flag} is {present}, there {value}")
+    if wrong:
+        raise RefusedError(f"--model.weights {config.model.weights}: {'; '.join(wrong)}; leave out these flags")
 
 
 def read_mixture_file(config: Config) -> None:
@@ -179,6 +229,7 @@ def make_arguments(arguments: Arguments, hooks: Sequence[str] | None, settings: 
     _check_flags(arguments)
     resolve_pairs(arguments.config, chosen)
     _take_weights(arguments)
+    resolve_sizes(arguments, flat(settings))
     read_mixture_file(arguments.config)
     check(arguments.config)
     return arguments

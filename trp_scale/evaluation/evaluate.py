@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from trp_scale.checkpoint.initial_weights import is_run
 from trp_scale.config import AVERAGE, PretrainConfig, RefusedError, Weights
 from trp_scale.config.finetuning import FinetuneConfig, GroupDownstreamConfig, ImageTaskConfig
 from trp_scale.data.images.leakage import image_datasets, shared_images
@@ -21,7 +22,6 @@ from trp_scale.distributed.environment import Environment
 from trp_scale.distributed.groups import Group, check_shared_directory, on_rank_zero
 from trp_scale.errors import DataError, finding
 from trp_scale.evaluation.arguments import EvaluateArguments, RobustnessSet, parse_robustness_sets
-from trp_scale.finetuning.encoders import is_run
 from trp_scale.finetuning.measurement import (
     Collector,
     ReadRun,

@@ -10,16 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trp_scale.checkpoint.document import DOCUMENT_NAME, read_document
+from trp_scale.checkpoint.document import read_document
 from trp_scale.checkpoint.export import find_checkpoint
 from trp_scale.checkpoint.format import named_weights, read_full_state
-from trp_scale.checkpoint.initial_weights import FILE, stored_weights
-from trp_scale.checkpoint.run_directory import CHECKPOINTS, name_seed_runs
+from trp_scale.checkpoint.initial_weights import FILES, GivenWeights, is_run, read_given_weights, transformers_sizes
+from trp_scale.checkpoint.run_directory import name_seed_runs
 from trp_scale.config import AVERAGE, Config, ModelConfig, RefusedError, TextModelConfig
-from trp_scale.config.files import read_object
 from trp_scale.config.finetuning import FinetuneConfig, ImageTaskConfig
 from trp_scale.config.loader import from_dict
-from trp_scale.config.schema import Fields
 from trp_scale.errors import quote
 from trp_scale.finetuning.arguments import SCRATCH
 from trp_scale.models.initialise import OtherTensorsError, check_names, check_shapes
@@ -101,33 +99,24 @@ def open_encoder(path: str) -> EncoderSource:
     if named != path:
         raise RefusedError(f"--weights average: {named} is not a run of trp-scale; allowed: --weights last")
     description = directory / "config.json"
-    if not description.is_file() or not (directory / FILE).is_file():
+    if not description.is_file() or not any((directory / name).is_file() for name in FILES):
         raise RefusedError(
             f"--from {path}: allowed: a run directory (with checkpoints/), a checkpoint, a directory with config.json "
-            f"and {FILE} (transformers' BERT or ViTMAE, timm's ViT), or the word {SCRATCH}; models of a "
+            f"and {FILES[0]} (transformers' BERT or ViTMAE, timm's ViT), or the word {SCRATCH}; models of a "
             f"hub are not downloaded{name_seed_runs(directory)}"
         )
-    where = f"--from {path}: config.json"
-    document = read_object(description, source=where)
+    source = read_given_weights(path, "--from")
+    document = source.fields.document
     if document.get("model_type") == "bert":
-        return _encoder_from_bert(path, Fields(document, where))
-    if document.get("model_type") == "vit_mae":
-        from trp_scale.finetuning.image_encoders import encoder_from_vitmae
+        return _encoder_from_bert(path, source)
+    if document.get("model_type") == "vit_mae" or "architecture" in document:
+        from trp_scale.finetuning.image_encoders import encoder_from_files
 
-        return encoder_from_vitmae(path, Fields(document, where))
-    if "architecture" in document:
-        from trp_scale.finetuning.image_encoders import encoder_from_timm
-
-        return encoder_from_timm(path, document, where)
+        return encoder_from_files(path, source)
     raise RefusedError(
         f"--from {path}: config.json has model_type {quote(document.get('model_type'))}; allowed: bert, vit_mae, or "
         "timm's config.json (with architecture)"
     )
-
-
-def is_run(path: Path) -> bool:
-    """Return whether the path is a run directory or a checkpoint."""
-    return (path / CHECKPOINTS).is_dir() or (path / DOCUMENT_NAME).is_file()
 
 
 @torch.no_grad()
@@ -189,18 +178,16 @@ def sizes_from_model(model: ModelConfig) -> dict[tuple[str, str], Any]:
     return sizes
 
 
-def _encoder_from_bert(path: str, fields: Fields) -> EncoderSource:
+def _encoder_from_bert(path: str, source: GivenWeights) -> EncoderSource:
+    fields = source.fields
     kinds = [fields.text("hidden_act", "gelu"), fields.text("position_embedding_type", "absolute")]
     if kinds != ["gelu", "absolute"]:
         raise RefusedError(f"--from {path}: {quote(kinds)} found; allowed: hidden_act gelu and absolute positions")
 
     def read() -> dict[str, Tensor]:
-        stored = stored_weights(path)
-        # The published BERT checkpoints use TensorFlow's names of norm weights.
-        present = (("LayerNorm.gamma", "LayerNorm.weight"), ("LayerNorm.beta", "LayerNorm.bias"))
-        named = {name.removeprefix("bert."): tensor for name, tensor in stored.items()}
-        for before, now in present:
-            named = {name.replace(before, now): tensor for name, tensor in named.items()}
+        from trp_scale.pretraining.pos_bert.weights import full_name
+
+        named = {full_name(name).removeprefix("bert."): tensor for name, tensor in source.tensors.items()}
         parts = ("embeddings.", "encoder.", "pooler.")
         return {name: tensor for name, tensor in named.items() if name.startswith(parts) and name != POSITION_NUMBERS}
 
@@ -208,14 +195,3 @@ def _encoder_from_bert(path: str, fields: Fields) -> EncoderSource:
         ("model", "max_positions"): fields.whole("max_position_embeddings", least=1)
     }
     return EncoderSource(path=path, text=True, settings=settings, read=read, tokenizer=Path(path))
-
-
-def transformers_sizes(fields: Fields) -> dict[tuple[str, str], Any]:
-    """Return the sizes that have the same names in transformers' config.json for BERT and ViTMAE."""
-    return {
-        ("model", "layers"): fields.whole("num_hidden_layers", least=1),
-        ("model", "hidden_size"): fields.whole("hidden_size", least=1),
-        ("model", "heads"): fields.whole("num_attention_heads", least=1),
-        ("model", "intermediate_size"): fields.whole("intermediate_size", least=1),
-        ("model", "layer_norm_eps"): fields.take("layer_norm_eps", float, 1e-12),
-    }

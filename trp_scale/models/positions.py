@@ -89,6 +89,13 @@ class IndexRows(torch.autograd.Function):
         return one_hot.to(gradient.dtype).T @ gradient.flatten(0, -2), None
 
 
+def gather_positions(positions: Tensor, places: Tensor) -> Tensor:
+    """Return the positions of patches, [N, D] and [...] int64 -> [..., D], also of a trained table."""
+    if positions.requires_grad:
+        return IndexRows.apply(positions, places)  # type: ignore[no-any-return, no-untyped-call]
+    return positions[places]
+
+
 def interpolate(positions: Tensor, grid: int) -> Tensor:
     """Interpolate positions to another grid, bicubic and antialiased as in timm: [1 + H^2, D] -> [1 + grid^2, D]. Those
     of the class token stay."""

@@ -13,9 +13,14 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import nn
 
+from trp_scale.checkpoint.document import read_document
+from trp_scale.checkpoint.export import find_checkpoint
+from trp_scale.checkpoint.format import named_weights
+from trp_scale.checkpoint.initial_weights import GivenWeights, Load, give_weights, is_run, read_given_weights, reading
 from trp_scale.config import Config, PretrainConfig, RefusedError, count_steps
 from trp_scale.config.checks import check
 from trp_scale.config.registry import find
+from trp_scale.config.run_flags import recorded_sizes
 from trp_scale.core.batch import Batch, WindowSource
 from trp_scale.core.hooks import Hook
 from trp_scale.core.run import Objective, RunContext
@@ -93,10 +98,15 @@ class Upstream(Protocol):
         open_rows: function of (config, [MemberPath, ...]) that opens data sets. Raises DataError if data is missing,
             damaged or in another format, or if the members of a mixture differ; RefusedError for data of another kind,
             or settings that contradict the data or each other.
+        resumes: whether a checkpoint will replace the initial weights, so that `model.weights` is not read.
+        weights_message: differences between `model.weights` and the model that started from it.
     """
 
+    resumes: bool = False
+    weights_message: str = ""
     exports: ClassVar[Mapping[str, str]]
     open_rows: ClassVar[Callable[..., Rows]]
+    config: Any
     sources: Sources
     source: WindowSource
     objective: Objective
@@ -141,6 +151,28 @@ class Upstream(Protocol):
             f"--upstream {config.upstream} cannot be planned: {cls.__name__} has no method `outline`, which describes "
             "a run without its data; allowed: an upstream of the package, or one with this method"
         )
+
+    @classmethod
+    def read_sizes(cls, config: Any) -> dict[tuple[str, str], Any]:
+        """Return the settings (section, field) that fit `model.weights`. Raises RefusedError: they cannot be read."""
+        path = Path(named_weights(config.model.weights)[0])
+        if is_run(path):
+            stored = read_document(find_checkpoint(path)).config
+            return recorded_sizes(stored) if stored.get("upstream") == config.upstream else {}
+        source = read_given_weights(config.model.weights)
+        with reading(source.where):
+            return cls.sizes_from_weights(config, source)
+
+    @classmethod
+    def sizes_from_weights(cls, config: Any, source: GivenWeights) -> dict[tuple[str, str], Any]:
+        """Return the settings that fit weights of another library."""
+        return {}
+
+    def start_from_weights(self, model: nn.Module, load: Load[Any]) -> None:
+        """Load `model.weights`, if it is set and no checkpoint replaces it; `load` converts another library's."""
+        settings = self.config.model
+        if settings.weights and not self.resumes:
+            self.weights_message = give_weights(model, settings, load)
 
     @property
     @abstractmethod

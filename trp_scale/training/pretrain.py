@@ -195,6 +195,7 @@ class Run:
 
     def _open_data(self, build: Callable[[Config, Environment], Upstream], stored: CheckpointDocument | None) -> None:
         self.upstream = build(self.config, self.environment)
+        self.upstream.resumes = stored is not None
         self.sources, self.objective = self.upstream.sources, self.upstream.objective
         self.world.require_equal(self.sources.digest(), f"the data set {self.config.data.path}")
         self.notices += [*self._check_checkpoint(stored), *self._capped_workers()]
@@ -218,6 +219,8 @@ class Run:
             "ds_path": path,
         }
         self.engine = build_engine(self.engine_name, build_with_initialisers(self.upstream.model), config, **settings)
+        if message := getattr(self.upstream, "weights_message", ""):  # tasks of fine-tuning have none
+            self.notices.append(message)
         self.context = RunContext(
             config=config,
             objective=self.objective,

@@ -30,9 +30,10 @@ from trp_scale.config.loader import to_dict
 from trp_scale.errors import CheckpointError
 from trp_scale.finetuning.encoders import open_encoder
 from trp_scale.models.patches import CHANNEL_DEVIATION, CHANNEL_MEAN, patchify
+from trp_scale.pretraining.mae.image_weights import is_encoder, is_table, published_name
 from trp_scale.pretraining.mae.model import MaskedAutoencoder
 from trp_scale.pretraining.mae.settings import MaeConfig
-from trp_scale.pretraining.mae.weights import is_encoder, is_table, load_weights, published_name
+from trp_scale.pretraining.mae.weights import load_weights
 from trp_scale.pretraining.pos_bert.settings import PosBertConfig
 
 MAE = config(tokens="visible")

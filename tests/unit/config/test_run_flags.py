@@ -46,6 +46,7 @@ def test_every_field_can_be_given_as_section_field_value() -> None:
     # Sevens everywhere agree with each other (7 heads of width 1, one micro-batch of 7) but for these three.
     argv += ["--optimizer.min_lr", "0.1", "--model.max_positions", "64", "--logging.profile", "7:7"]
     argv += ["--training.epochs", "0", "--optimizer.base_lr", "0"]  # they would set other settings
+    argv += ["--model.weights", ""]  # whose sizes would be read
     config = parse(argv).config
     assert config.balancer.reference == {"verb": 0.5}
     assert (config.logging.wandb_project, config.training.compile, config.optimizer.lr) == ("words", "auto", 0.25)

@@ -13,7 +13,6 @@ from safetensors.torch import load_file, save_file
 from timm.layers import resample_abs_pos_embed
 from timm.models import save_for_hf
 from torch import Tensor
-from transformers import ViTMAEModel
 
 from tests.unit.checkpoint.fake_engine import FakeEngine, save_step
 from tests.unit.checkpoint.test_export_images import write_run
@@ -112,6 +111,21 @@ def test_encoder_of_a_multimodal_run_and_its_export(
         if not norm:
             expected = torch.nn.functional.layer_norm(expected, expected.shape[-1:], eps=1e-6)
         assert_close(features(encoder, pixels), expected)
+
+
+def test_a_run_with_learned_positions_and_its_exports(tmp_path: Path) -> None:
+    settings = config(tokens="visible")
+    settings.vision.learned_positions = True
+    model = write_run(tmp_path / "run", settings)
+    export(tmp_path / "run", tmp_path / "hf", to="hf")
+    export(tmp_path / "run", tmp_path / "timm", to="timm", image_size=GRID * PATCH)
+    with torch.no_grad():
+        expected = model.features(patchify(images().float(), PATCH), torch.arange(GRID**2).expand(3, -1))
+    for name in ("run", "hf", "timm"):
+        encoder, found = load_source(tmp_path / name)
+        assert found.downstream.learned_positions and found.vision.positions == "absolute"
+        assert_close(features(encoder), expected)
+    assert model.pos_embed.abs().max() > 0.1
 
 
 def write_classifier(run_dir: Path, settings: ClassificationTaskConfig) -> ImageClassifier:
@@ -243,21 +257,32 @@ def refuse_to_open(path: Path, *named: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "difference"),
     [
-        ({"init_values": 1e-4}, "layer scale"),
         ({"class_token": False, "global_pool": "avg"}, "no class token"),
         ({"reg_tokens": 2}, "registers"),
         ({"depth": 0}, "no blocks"),
-        ({"no_embed_class": True}, "no position of the class token"),
         ({"pre_norm": True}, "a norm before the blocks"),
         ({"qk_norm": True}, "normalised queries"),
-        ({"qkv_bias": False}, "no bias of queries"),
-        ({"act_layer": "relu"}, "activation ReLU"),
-        ({"global_pool": "map"}, "attention pooling"),
+        ({"act_layer": "relu"}, "ReLU"),
     ],
 )
 def test_unsupported_timm_models_are_refused(tmp_path: Path, changes: Any, difference: str) -> None:
     save_timm_model(tmp_path, **changes)
     refuse_to_open(tmp_path, "vit_base_patch16_224", difference)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"init_values": 0.5}, {"no_embed_class": True}, {"qkv_bias": False}, {"global_pool": "map"}],
+    ids=str,
+)
+def test_parts_that_other_tensors_can_hold_are_folded_into_them(tmp_path: Path, changes: Any) -> None:
+    peer = save_timm_model(tmp_path, **changes)
+    described = json.loads((tmp_path / "config.json").read_text())
+    described["pretrained_cfg"] |= {"mean": CHANNEL_MEAN, "std": CHANNEL_DEVIATION}
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    encoder, _ = load_source(tmp_path)
+    with torch.no_grad():
+        assert_close(features(encoder), peer.forward_features(images().float()))
 
 
 def write_description(directory: Path, weights: dict[str, Tensor] | None = None, **document: Any) -> Path:
@@ -275,7 +300,7 @@ def write_description(directory: Path, weights: dict[str, Tensor] | None = None,
         ({"architecture": "vit_of_my_own"}, "vit_of_my_own"),
         ({"architecture": "vit_base_patch16_224"}, "pos_embed"),
         ({name: value for name, value in BERT.items() if name != "hidden_size"}, "'hidden_size'"),
-        ({"model_type": "vit_mae"}, "'image_size'"),
+        ({"model_type": "vit_mae"}, "pos_embed"),
     ],
     ids=str,
 )
@@ -289,24 +314,23 @@ def test_missing_and_damaged_files_are_refused_by_name(tmp_path: Path) -> None:
     save_timm_model(tmp_path / "timm")
     for directory in (write_description(tmp_path / "bert", **BERT), tmp_path / "timm"):
         (directory / "model.safetensors").write_bytes(b"cut off")
-        refuse_to_open(directory, f"{directory}: model.safetensors")
+        refuse_to_open(directory, str(directory / "model.safetensors"))
         for content in ("{", "[1]"):
             (directory / "config.json").write_text(content)
             refuse_to_open(directory, "config.json")
 
 
-def test_other_vitmae_models_are_refused(tmp_path: Path) -> None:
+def test_vitmae_without_its_decoder_and_with_positions_of_its_own(tmp_path: Path) -> None:
     peer = vitmae(config(tokens="visible"))
-    ViTMAEModel(peer.config).save_pretrained(tmp_path / "bare")
-    refuse_to_open(tmp_path / "bare", "ViTMAEForPreTraining")
-    peer.save_pretrained(tmp_path / "deep")
-    description = tmp_path / "deep" / "config.json"
-    description.write_text(json.dumps({**json.loads(description.read_text()), "num_hidden_layers": 2**50}))
-    refuse_to_open(tmp_path / "deep", "model.safetensors", ".2.")
+    peer.save_pretrained(tmp_path / "whole")
+    whole = features(load_source(tmp_path / "whole")[0])
+    peer.vit.save_pretrained(tmp_path / "bare")
+    assert features(load_source(tmp_path / "bare")[0]).equal(whole)
     with torch.no_grad():
         peer.vit.embeddings.position_embeddings.add_(0.1)
     peer.save_pretrained(tmp_path / "moved")
-    refuse_to_open(tmp_path / "moved", "positions")
+    encoder, settings = load_source(tmp_path / "moved")
+    assert settings.downstream.learned_positions and not features(encoder).equal(whole)
 
 
 def test_other_weights_are_refused(tmp_path: Path) -> None:
@@ -315,7 +339,7 @@ def test_other_weights_are_refused(tmp_path: Path) -> None:
     save_file({**weights, "adapter.weight": torch.zeros(2)}, path)
     refuse_to_open(tmp_path, "adapter")
     save_file({name: tensor for name, tensor in weights.items() if name != "cls_token"}, path)
-    refuse_to_open(tmp_path, "cls_token")
+    refuse_to_open(tmp_path, "positions")
     save_file({name: tensor for name, tensor in weights.items() if name != "blocks.1.norm2.bias"}, path)
     with pytest.raises(RefusedError, match=r"blocks.1.norm2.bias"):
         load_source(tmp_path)

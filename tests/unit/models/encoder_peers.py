@@ -12,7 +12,7 @@ from tests.unit.models.small_images import GRID, PATCH
 from trp_scale.config import BatchConfig, ModelConfig
 from trp_scale.config.images import CropsConfig, RelativeVisionConfig
 from trp_scale.finetuning.classification.settings import ClassificationDownstreamConfig, ClassificationTaskConfig
-from trp_scale.pretraining.mae.weights import TIMM
+from trp_scale.pretraining.mae.image_weights import TIMM
 
 CLASSES = 7
 

@@ -14,7 +14,7 @@ from trp_scale.models.initialise import initialise_vision
 from trp_scale.models.patches import patchify, unpatchify
 from trp_scale.models.positions import sine_cosine
 from trp_scale.models.vit import ImageEncoder
-from trp_scale.pretraining.mae.weights import is_encoder
+from trp_scale.pretraining.mae.image_weights import is_encoder
 
 
 def images(rows: int = 3, grid: int = GRID) -> Tensor:

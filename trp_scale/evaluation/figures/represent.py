@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from trp_scale.checkpoint.format import named_weights
+from trp_scale.checkpoint.initial_weights import is_run
 from trp_scale.config import AVERAGE, RefusedError
 from trp_scale.config.registry import find, import_name
 from trp_scale.config.registry import names as registered_names
@@ -44,7 +45,6 @@ from trp_scale.evaluation.figures.trained_images import load_trained, upstream_n
 from trp_scale.evaluation.probe.classifiers import require_scikit_learn
 from trp_scale.finetuning.arguments import SCRATCH
 from trp_scale.finetuning.classification.settings import ClassificationTaskConfig
-from trp_scale.finetuning.encoders import is_run
 from trp_scale.finetuning.measurement import ReadRun, read_run
 from trp_scale.pretraining.base import find_upstream
 from trp_scale.reporting.comparison import names

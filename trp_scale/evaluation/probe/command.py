@@ -20,6 +20,7 @@ from torch import Tensor
 
 from trp_scale.checkpoint.document import read_hooks_state
 from trp_scale.checkpoint.format import read_full_state
+from trp_scale.checkpoint.initial_weights import is_run
 from trp_scale.data.hashing import Integers
 from trp_scale.data.images.leakage import check_test
 from trp_scale.distributed.environment import Environment
@@ -37,7 +38,6 @@ from trp_scale.evaluation.probe.classifiers import (
 from trp_scale.evaluation.probe.features import LabelledFeatures, all_features
 from trp_scale.finetuning.arguments import SCRATCH
 from trp_scale.finetuning.classification.settings import ClassificationTaskConfig
-from trp_scale.finetuning.encoders import is_run
 from trp_scale.finetuning.groups import Groups
 from trp_scale.finetuning.measurement import open_run
 from trp_scale.methods.learned_masks.second_levels import FINE_TUNED
@@ -251,7 +251,7 @@ class StageTwo:
         if not isinstance(self.config.multilevel, FineTuningSettings):
             return None
 
-        from trp_scale.pretraining.mae.weights import is_encoder  # with timm
+        from trp_scale.pretraining.mae.image_weights import is_encoder  # with timm
 
         stored = read_full_state(self.checkpoint, engine=FINE_TUNED)
         return {name: tensor for name, tensor in stored.items() if is_encoder(name)}

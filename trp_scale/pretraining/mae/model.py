@@ -20,6 +20,7 @@ from trp_scale.models.positions import (
     IndexRows,
     Perturbation,
     RelativeInputs,
+    gather_positions,
     perturbation_shape,
     relative_inputs,
     shift_positions,
@@ -74,6 +75,8 @@ class MaskedAutoencoder(nn.Module):
         width = last_width = model.hidden_size
         self.patch_embed = nn.Linear(values, width)
         self.cls_token = nn.Parameter(torch.empty(width))
+        if vision.learned_positions:
+            self.pos_embed = nn.Parameter(torch.empty(1 + self.grid**2, width))
         self.blocks = blocks(model.layers, width, model.heads, model.intermediate_size)
         self.norm = nn.LayerNorm(width, eps=model.layer_norm_eps)
         self.register_buffer(
@@ -164,15 +167,18 @@ class MaskedAutoencoder(nn.Module):
     def embed(
         self, patches: Tensor, visible: Tensor, masked: Tensor, active: Perturbation, gate: Tensor | None = None
     ) -> Tensor:
-        """Return the encoder's input [B, 1 + V + M, D]; the class token has no position."""
-        dtype = self.cls_token.dtype
+        """Return the encoder's input [B, 1 + V + M, D]; the class token has no fixed position."""
+        class_token: Tensor = self.cls_token
+        dtype, positions = class_token.dtype, self.encoder_positions
+        if hasattr(self, "pos_embed"):
+            class_token, positions = class_token + self.pos_embed[0], self.pos_embed[1:]
         seen = self.patch_embed(gather_patches(patches, visible).to(dtype))  # [B, V, D]
-        seen = seen + self.encoder_positions[visible].to(dtype)
+        seen = seen + gather_positions(positions, visible).to(dtype)
         if gate is not None:
             seen = seen * gate.unsqueeze(-1).to(dtype)
-        tokens = [self.cls_token.expand(len(seen), 1, -1), seen]
+        tokens = [class_token.expand(len(seen), 1, -1), seen]
         if masked.shape[1]:
-            tokens.append(self.masked_tokens(self.encoder_positions, masked, active))
+            tokens.append(self.masked_tokens(positions, masked, active))
         return torch.cat(tokens, dim=1)
 
     def enter_decoder(self, tokens: Tensor, visible: Tensor, masked: Tensor, active: Perturbation) -> Tensor:
@@ -199,7 +205,7 @@ class MaskedAutoencoder(nn.Module):
         if active.coordinate is not None:  # one shift for all patches: shift the table, not each image's rows
             positions = shift_positions(positions, active.coordinate, self.vision.position_order)
             return cast(Tensor, IndexRows.apply(positions, masked))  # type: ignore[no-untyped-call]
-        queries = positions[masked]  # [B, M, D]
+        queries = gather_positions(positions, masked)  # [B, M, D]
         return queries if active.embedding is None else queries + active.embedding
 
     def run(

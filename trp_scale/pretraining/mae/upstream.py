@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trp_scale.checkpoint.initial_weights import give_weights
+from trp_scale.checkpoint.initial_weights import GivenWeights
 from trp_scale.config.images import split_patches
 from trp_scale.core.batch import Batch, Extra, TaskLosses, WindowSource
 from trp_scale.core.hooks import Hook, StepContext, built
@@ -29,6 +29,7 @@ from trp_scale.models.patches import ImagePatches, gather_patches, normalise_pat
 from trp_scale.models.positions import PERTURBATION, PIXEL_SHIFT
 from trp_scale.pretraining.base import DataFacts, Outline, Upstream
 from trp_scale.pretraining.mae.batch import open_rows
+from trp_scale.pretraining.mae.image_weights import read_image_weights
 from trp_scale.pretraining.mae.model import ForwardOutput, MaeOutput, MaskedAutoencoder
 from trp_scale.pretraining.mae.settings import MaeConfig, MaeObjectiveConfig
 from trp_scale.pretraining.mae.weights import load_weights
@@ -298,6 +299,10 @@ class ImageUpstream(Upstream):
         return self.outline(self.config, DataFacts()).step_flops(self._ranks)
 
     @classmethod
+    def sizes_from_weights(cls, config: MaeConfig, source: GivenWeights) -> dict[tuple[str, str], Any]:
+        return read_image_weights(source.tensors, source.fields).sizes
+
+    @classmethod
     def outline(cls, config: MaeConfig, facts: DataFacts) -> Outline:
         return ImageOutline(
             config=config,
@@ -323,8 +328,7 @@ class ImageUpstream(Upstream):
 
     def model(self) -> nn.Module:
         model = MaskedAutoencoder(self.config)
-        if self.config.model.weights:
-            give_weights(model, self.config.model, load_weights)
+        self.start_from_weights(model, load_weights)
         return model
 
     def hooks(self, run: RunContext) -> list[Hook]:

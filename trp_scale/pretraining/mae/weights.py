@@ -8,89 +8,46 @@ from __future__ import annotations
 
 import inspect
 import json
-import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, get_args
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from PIL import Image
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
-from trp_scale.checkpoint.export import PATCHES, TOKEN, Export, Pair, WeightNames
+from trp_scale.checkpoint.export import Export
+from trp_scale.checkpoint.initial_weights import NO_FIELDS, listed_names
 from trp_scale.config import RefusedError
 from trp_scale.config.images import ImagePretrainConfig
 from trp_scale.config.loader import from_dict
+from trp_scale.config.schema import Fields
+from trp_scale.models.initialise import check_names, check_shapes, set_value
 from trp_scale.models.patches import CHANNEL_DEVIATION, CHANNEL_MEAN
-from trp_scale.models.positions import PositionOrder, sine_cosine
+from trp_scale.models.positions import PositionOrder, interpolate, sine_cosine
 from trp_scale.models.vit import feed_forward_ratio
 from trp_scale.pretraining.mae import relative_vit
+from trp_scale.pretraining.mae.image_weights import (
+    DECODER_POSITIONS,
+    RELATIVE_ARCHITECTURE,
+    TIMM,
+    TIMM_ARCHITECTURE,
+    TIMM_POSITIONS,
+    VITMAE,
+    VITMAE_DECODER_POSITIONS,
+    VITMAE_POSITIONS,
+    ImageWeights,
+    is_encoder,
+    is_table,
+    position_order,
+    read_image_weights,
+)
 from trp_scale.pretraining.mae.model import MaskedAutoencoder
 from trp_scale.pretraining.mae.settings import MaeConfig
 
 if TYPE_CHECKING:
     from transformers import ViTMAEConfig
-
-TABLE = "relative_positions.table"
-"""Table of relative positions of a block; the models of both libraries lack it."""
-
-TIMM = WeightNames(
-    Pair("cls_token", "cls_token", TOKEN),
-    Pair("patch_embed.*", "patch_embed.proj.*", PATCHES),
-    Pair(f"blocks.*.{TABLE}", "blocks.*.attn.relative_table"),  # relative_vit.py
-    Pair("blocks.*", "blocks.*"),
-    Pair("norm.*", "norm.*"),
-)
-"""The encoder."""
-
-TIMM_POSITIONS = "pos_embed"
-
-_ATTENTION = "attention.attention"
-VITMAE = WeightNames(
-    Pair("cls_token", "vit.embeddings.cls_token", TOKEN),
-    Pair("patch_embed.*", "vit.embeddings.patch_embeddings.projection.*", PATCHES),
-    Pair("norm.*", "vit.layernorm.*"),
-    Pair("decoder_embed.*", "decoder.decoder_embed.*"),
-    Pair("mask_token", "decoder.mask_token", TOKEN),
-    Pair("decoder_norm.*", "decoder.decoder_norm.*"),
-    Pair("prediction.*", "decoder.decoder_pred.*"),
-    *(
-        Pair(f"{ours}.*.{part}.*", tuple(f"{theirs}.*.{name}.*" for name in names))
-        for ours, theirs in (("blocks", "vit.encoder.layer"), ("decoder_blocks", "decoder.decoder_layers"))
-        for part, names in (
-            ("norm1", ("layernorm_before",)),
-            ("attn.qkv", (f"{_ATTENTION}.query", f"{_ATTENTION}.key", f"{_ATTENTION}.value")),  # joined in our model
-            ("attn.proj", ("attention.output.dense",)),
-            ("norm2", ("layernorm_after",)),
-            ("mlp.fc1", ("intermediate.dense",)),
-            ("mlp.fc2", ("output.dense",)),
-        )
-    ),
-)
-"""The whole autoencoder."""
-
-VITMAE_POSITIONS = "vit.embeddings.position_embeddings"
-VITMAE_DECODER_POSITIONS = "decoder.decoder_pos_embed"
-
-VITMAE_NEWER_NAMES = (
-    (r"^vit\.layers\.", "vit.encoder.layer."),
-    (r"^decoder\.decoder_encoder\.layer\.", "decoder.decoder_layers."),  # transformers 5.23's save_pretrained
-    (r"\.attention\.q_proj\.", ".attention.attention.query."),
-    (r"\.attention\.k_proj\.", ".attention.attention.key."),
-    (r"\.attention\.v_proj\.", ".attention.attention.value."),
-    (r"\.attention\.o_proj\.", ".attention.output.dense."),
-    (r"\.mlp\.fc1\.", ".intermediate.dense."),
-    (r"\.mlp\.fc2\.", ".output.dense."),
-)
-
-POSITION_TOLERANCE = 1e-4
-"""Largest difference between stored positions, some in half precision, and ours."""
-
-TIMM_ARCHITECTURE = "vit_base_patch16_224"
-"""timm's name of a plain vision transformer; the file's arguments set the sizes."""
-
-RELATIVE_ARCHITECTURE = "vision_transformer_irpe"
-"""Name of the model of relative_vit.py, with relative positions; timm has no such model."""
 
 HUB_FILE = "hubconf.py"
 """File that torch.hub loads from a local directory."""
@@ -99,45 +56,77 @@ TIMM_EPS = 1e-6
 """Epsilon of the layer norms in timm's vision transformers; no argument changes it."""
 
 
-def is_encoder(name: str) -> bool:
-    return TIMM.has(name)
+def load_weights(model: MaskedAutoencoder, state: Mapping[str, Tensor], fields: Fields = NO_FIELDS) -> list[str]:
+    """Import the weights that `read_image_weights` reads. Return a line on each difference.
 
-
-def is_table(name: str) -> bool:
-    return name.endswith(TABLE)
-
-
-def published_name(name: str) -> str:
-    """Return the name in published files for a name in a newer transformers model."""
-    for pattern, replacement in VITMAE_NEWER_NAMES:
-        name = re.sub(pattern, replacement, name)
-    return name
-
-
-def load_weights(model: MaskedAutoencoder, state: Mapping[str, Tensor]) -> None:
-    """Import all weights of a `ViTMAEForPreTraining`, or the encoder of a timm ViT; the names tell which.
-
-    A head is ignored. A decoder or relative tables that the state dict lacks keep their initial weights.
+    A decoder, a class token, a last norm or relative tables that the state dict lacks keep their initial weights, as
+    does a decoder of another kind.
 
     Raises:
-        ValueError: names are missing, unexpected or of another shape, or positions are not sine-cosine.
+        ValueError: names are missing, unexpected or of another shape, or positions are of another kind.
     """
-    order, parameters = model.vision.position_order, dict(model.named_parameters())
-    if any(name.startswith("vit.") for name in state):
-        names, positions = VITMAE, VITMAE_POSITIONS
-        tensors = {published_name(name): tensor for name, tensor in state.items()}
-        kept = {name for name in parameters if is_table(name)}
-        pop_positions(tensors, VITMAE_DECODER_POSITIONS, order)
-    else:
-        names, positions = TIMM, TIMM_POSITIONS
-        tensors = {name: tensor for name, tensor in state.items() if not name.startswith(("head.", "fc_norm."))}
-        has_tables = any(is_table(names.our_name(name) or "") for name in tensors)
-        kept = {name for name in parameters if not is_encoder(name) or (is_table(name) and not has_tables)}
-    class_position = pop_positions(tensors, positions, order)  # [D], added to our class token
-    (class_token,) = names.sources("cls_token")
-    if class_token in tensors and tensors[class_token].shape[-1:] == class_position.shape:
-        tensors[class_token] = tensors[class_token] + class_position
-    names.import_weights(model, tensors, kept=kept)
+    return import_encoder(model, read_image_weights(state, fields), model.vision.position_order)
+
+
+def import_encoder(
+    model: nn.Module, weights: ImageWeights, order: PositionOrder, patch_embed: str = "patch_embed."
+) -> list[str]:
+    """Set the parameters of a model that has this encoder, and its positions; return a line on each difference.
+
+    Args:
+        order: of the model's sine-cosine positions.
+        patch_embed: name of the model's patch embedding.
+    """
+    parameters = dict(model.named_parameters())
+    trained, grid = parameters.pop("pos_embed", None), cast(int, model.grid)
+    tensors = {name.replace("patch_embed.", patch_embed): tensor for name, tensor in weights.tensors.items()}
+    if weights.order is None and trained is None:
+        raise ValueError("pos_embed: positions that were learned; set --vision.learned_positions True")
+    if weights.order not in (None, order):
+        raise ValueError(f"pos_embed: the order is {weights.order}; set --vision.position_order {weights.order}")
+    ours = {_part(name) for name in parameters} - (
+        {"decoder", MASK} if "decoder_embed.weight" not in parameters else set()
+    )
+    left_out = [name for name in tensors if _part(name) in OPTIONAL - ours]
+    width = weights.positions.shape[-1]
+    if MASK in ours & tensors.keys() and tensors[MASK].shape != parameters[MASK].shape == (width,):
+        left_out.append(MASK)  # this model's enters the encoder
+    for name in DECODER_POSITIONS:
+        if name in tensors and name not in left_out:
+            check_positions(name, tensors.pop(name).float().squeeze(0)[1:], order)
+    tensors = {name: tensor for name, tensor in tensors.items() if name not in left_out}
+    required = {"blocks", _part(patch_embed)} | {_part(name) for name in tensors}
+    kept = [name for name in parameters if _part(name) not in required]
+    check_names(parameters.keys() - kept, tensors)
+    check_shapes(parameters, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
+    for name, tensor in tensors.items():
+        set_value(parameters[name], partial(Tensor.detach, tensor))
+    if trained is not None:
+        sine_cosine = stored_positions(grid, trained.shape[-1], order).squeeze(0)
+        set_value(trained, partial(interpolate, sine_cosine if weights.order else weights.positions, grid))
+    lines = {
+        "left out": listed_names([*weights.heads, *left_out], 1),
+        "left at their start": listed_names(map(_part, kept)),
+        f"positions of {weights.grid} x {weights.grid} patches": ""
+        if weights.grid == grid
+        else f"{'computed for' if weights.order else 'interpolated to'} {grid} x {grid}",
+    }
+    return [*weights.differences, *(f"{what}: {line}" for what, line in lines.items() if line)]
+
+
+MASK = "mask_token"
+
+OPTIONAL = {"decoder", MASK, "norm"}
+"""Parts of a file that a model may lack."""
+
+
+def _part(name: str) -> str:
+    """Return the part of a model to which a parameter belongs. A part that a file lacks is left at its start."""
+    if is_table(name):
+        return "relative tables" if is_encoder(name) else "relative tables of the decoder"
+    if name.startswith(("decoder_", "decoder.", "prediction.")):
+        return "decoder"
+    return ".".join(name.split(".")[: 2 if name.startswith(("decoders.", "tokenisers.")) else 1])
 
 
 def to_timm(
@@ -145,14 +134,14 @@ def to_timm(
 ) -> dict[str, Tensor]:
     """Return the state dict of timm's ViT without a head, with positions for images of `image_size` pixels a side."""
     state = TIMM.export_weights({name: tensor for name, tensor in weights.items() if is_encoder(name)})
-    state[TIMM_POSITIONS] = stored_positions(image_size // patch_size, weights["cls_token"].shape[-1], order)
+    state[TIMM_POSITIONS] = encoder_positions(weights, image_size // patch_size, order)
     return state
 
 
 def to_vitmae(weights: Mapping[str, Tensor], *, grid: int, order: PositionOrder = "column_row") -> dict[str, Tensor]:
     """Return the state dict of transformers' ViTMAE, for images of `grid` patches a side."""
-    state = VITMAE.export_weights(weights)
-    state[VITMAE_POSITIONS] = stored_positions(grid, weights["cls_token"].shape[-1], order)
+    state = VITMAE.export_weights({name: tensor for name, tensor in weights.items() if name != "pos_embed"})
+    state[VITMAE_POSITIONS] = encoder_positions(weights, grid, order)
     state[VITMAE_DECODER_POSITIONS] = stored_positions(grid, weights["mask_token"].shape[-1], order)
     return state
 
@@ -162,27 +151,11 @@ def stored_positions(grid: int, width: int, order: PositionOrder = "column_row")
     return torch.cat([torch.zeros(1, width), sine_cosine(grid, width, order).float()]).unsqueeze(0)
 
 
-def position_order(positions: Tensor) -> PositionOrder | None:
-    """Return the order of the sine-cosine positions [N, D] of a square grid; `None` for other positions."""
-    grid, width = round(len(positions) ** 0.5), positions.shape[-1]
-    if grid**2 != len(positions) or width % 4:
-        return None
-    for order in get_args(PositionOrder):
-        if (positions - sine_cosine(grid, width, order)).abs().max() <= POSITION_TOLERANCE:
-            return order  # type: ignore[no-any-return]
-    return None
-
-
-def pop_positions(tensors: dict[str, Tensor], name: str, order: PositionOrder) -> Tensor:
-    """Remove the positions `name` from the tensors and return those of the class token, [D].
-
-    Raises ValueError if they are missing or differ from the model's fixed positions.
-    """
-    if name not in tensors:
-        raise ValueError(f"{name} is missing")
-    positions = tensors.pop(name).float().squeeze(0)  # [1 + N, D]
-    check_positions(name, positions[1:], order)
-    return positions[0]
+def encoder_positions(weights: Mapping[str, Tensor], grid: int, order: PositionOrder) -> Tensor:
+    """Return an encoder's positions [1, 1 + grid^2, D]: trained ones, interpolated to this grid, or sine-cosine."""
+    if "pos_embed" in weights:
+        return interpolate(weights["pos_embed"], grid).unsqueeze(0)
+    return stored_positions(grid, weights["cls_token"].shape[-1], order)
 
 
 def check_positions(name: str, positions: Tensor, order: PositionOrder) -> None:

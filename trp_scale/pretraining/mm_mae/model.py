@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from trp_scale.models.attention import attend
 from trp_scale.models.initialise import initialise_multimodal
 from trp_scale.models.patches import gather_patches
-from trp_scale.models.positions import sine_cosine
+from trp_scale.models.positions import gather_positions, sine_cosine
 from trp_scale.models.tensor_plan import WHOLE, Cut, TensorPlan
 from trp_scale.models.vit import block_plan, feed_forward, stack_blocks
 from trp_scale.pretraining.mm_mae.batch import RunModalities, visible_slots
@@ -148,6 +148,8 @@ class MultimodalMaskedAutoencoder(nn.Module):
             {name: modalities.used[name].tokeniser(width, classes.get(name, 0)) for name in self.inputs}
         )
         self.cls_token = nn.Parameter(torch.empty(width))
+        if vision.learned_positions:
+            self.pos_embed = nn.Parameter(torch.empty(1 + self.grid**2, width))
         positions = sine_cosine(self.grid, width, vision.position_order)
         self.register_buffer("positions", positions.float(), persistent=False)
         self.blocks = stack_blocks(model.layers, width, model.heads, model.intermediate_size, eps=model.layer_norm_eps)
@@ -231,17 +233,21 @@ class MultimodalMaskedAutoencoder(nn.Module):
         return slots[:, first : first + count]
 
     def embed(self, patches: Mapping[str, Tensor], visible: Tensor) -> Tensor:
-        """Return the encoder's input [R, 1 + V, D]: the global token, which has no position, and the visible patches.
+        """Return the encoder's input [R, 1 + V, D]: the global token, which has no fixed position, and the visible
+        patches.
 
         To keep shapes static, each tokeniser embeds the patches at all V positions; tokens of other modalities are then
         set to 0.
         """
-        count, dtype = self.grid**2, self.cls_token.dtype
+        class_token: Tensor = self.cls_token
+        count, dtype, positions = self.grid**2, class_token.dtype, self.positions
+        if hasattr(self, "pos_embed"):
+            class_token, positions = class_token + self.pos_embed[0], self.pos_embed[1:]
         places = visible % count
-        tokens = self.positions[places].to(dtype)  # [R, V, D]
+        tokens = gather_positions(positions, places).to(dtype)  # [R, V, D]
         for modality, values in patches.items():
             present = gather_patches(values, places)  # [R, V, P]
             embedded = self.tokenisers[modality](present.to(dtype) if present.is_floating_point() else present)
             of_modality = visible // count == self.inputs.index(modality)
             tokens = tokens + torch.where(of_modality.unsqueeze(-1), embedded, 0.0)
-        return torch.cat([self.cls_token.expand(len(tokens), 1, -1), tokens], dim=1)
+        return torch.cat([class_token.expand(len(tokens), 1, -1), tokens], dim=1)

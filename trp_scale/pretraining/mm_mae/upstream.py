@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from trp_scale.checkpoint.initial_weights import give_weights
+from trp_scale.checkpoint.initial_weights import GivenWeights
 from trp_scale.config import RefusedError
 from trp_scale.config.registry import find
 from trp_scale.core.batch import Batch, Extra, TaskLosses
@@ -25,7 +25,7 @@ from trp_scale.pretraining.base import DataFacts, Outline, Upstream
 from trp_scale.pretraining.mm_mae.batch import RunModalities, open_rows, visible_slots
 from trp_scale.pretraining.mm_mae.model import MultimodalMaskedAutoencoder, MultimodalOutput
 from trp_scale.pretraining.mm_mae.settings import MmMaeConfig
-from trp_scale.pretraining.mm_mae.weights import CLASSES, load_multimae
+from trp_scale.pretraining.mm_mae.weights import CLASSES, load_multimae, sizes_from_weights
 from trp_scale.pretraining.tasks import blank_source, join_names, rows_by_source, source_names
 
 TASK_TAPS = Extra("task_taps")
@@ -189,6 +189,10 @@ class MultimodalUpstream(Upstream):
         return self.outline(self.config, DataFacts(classes=self.classes)).step_flops(self._ranks)
 
     @classmethod
+    def sizes_from_weights(cls, config: MmMaeConfig, source: GivenWeights) -> dict[tuple[str, str], Any]:
+        return sizes_from_weights(source)
+
+    @classmethod
     def facts(cls, config: MmMaeConfig) -> DataFacts:
         meta = open_rows(config, parse_paths(config.data.path)).meta
         assert isinstance(meta, ImageMeta)
@@ -207,8 +211,7 @@ class MultimodalUpstream(Upstream):
 
     def model(self) -> nn.Module:
         model = MultimodalMaskedAutoencoder(self.config, self.classes)
-        if self.config.model.weights:
-            give_weights(model, self.config.model, load_multimae)
+        self.start_from_weights(model, load_multimae)
         return model
 
     def hooks(self, run: RunContext) -> list[Hook]:

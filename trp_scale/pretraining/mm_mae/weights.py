@@ -1,22 +1,22 @@
-"""Import of MultiMAE's weights (Bachmann et al., names of their public code), and export of the encoder to timm as a
-vision transformer of images.
-
-MultiMAE's checkpoints are pickle files, which this package does not read: save their state dict `model` as safetensors
-first.
-"""
+"""Import of MultiMAE's weights (Bachmann et al., names of their public code) and of image encoders, and export of the
+encoder to timm as a vision transformer of images."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from trp_scale.checkpoint.export import PATCHES, TOKEN, Export, Pair, WeightLayout, WeightNames
+from trp_scale.checkpoint.initial_weights import NO_FIELDS, GivenWeights, listed_names
 from trp_scale.config import RefusedError
 from trp_scale.config.loader import from_dict
+from trp_scale.config.schema import Fields
 from trp_scale.models.initialise import current_value, set_value
-from trp_scale.pretraining.mae.weights import check_positions, check_timm, write_encoder
+from trp_scale.pretraining.mae.image_weights import count_blocks, decoder_sizes, read_image_weights
+from trp_scale.pretraining.mae.weights import check_positions, check_timm, import_encoder, write_encoder
 from trp_scale.pretraining.mm_mae.model import MultimodalMaskedAutoencoder
 from trp_scale.pretraining.mm_mae.settings import MmMaeConfig
 
@@ -28,6 +28,9 @@ ADAPTERS = {"rgb": "norm_rgb", "raw_rgb": "rgb", "depth": "depth", "semseg": "se
 
 CHANNELS = {"rgb": 3, "raw_rgb": 3, "depth": 1}
 """Channels of each prediction of pixels; semseg has one per class."""
+
+CLASS_SIZED = (CLASS_EMBEDDING, "decoders.semseg.prediction.weight", "decoders.semseg.prediction.bias")
+"""Parameters whose size depends on the number of classes."""
 
 CLASSES = "map_classes"
 """In `CheckpointDocument.extra`: number of classes of each modality's maps, which set model shapes."""
@@ -80,16 +83,24 @@ def _decoder_pairs(task: str, classes: Mapping[str, int]) -> list[Pair]:
     ]
 
 
-def load_multimae(model: MultimodalMaskedAutoencoder, state: Mapping[str, Tensor]) -> None:
-    """Import all weights from a state dict of MultiMAE.
+def load_multimae(
+    model: MultimodalMaskedAutoencoder, state: Mapping[str, Tensor], fields: Fields = NO_FIELDS
+) -> list[str]:
+    """Import all weights from a state dict of MultiMAE, or the encoder from one that `read_image_weights` reads. Return
+    a line on each difference.
 
-    Tasks and modalities that this model lacks are ignored. MultiMAE has no vector for void labels, which keep theirs,
-    and no embedding of a predicted modality that is not an input, which becomes 0.
+    Tasks and modalities that this model lacks are left out; those that MultiMAE's lacks keep their initial weights.
+    MultiMAE has no vector for void labels, which keep theirs, and no embedding of a predicted modality that is not an
+    input, which becomes 0.
 
     Raises:
         ValueError: names are missing, unexpected or of another shape, positions differ, or the model has an encoder
             norm, which MultiMAE lacks.
     """
+    if "global_tokens" not in state:
+        if "rgb" not in model.inputs:
+            raise ValueError("weights of an encoder of images; add rgb to --modalities.inputs")
+        return import_encoder(model, read_image_weights(state, fields), model.position_order, RGB_TOKENISER)
     if not isinstance(model.norm, nn.Identity):
         raise ValueError("MultiMAE has no norm between encoder and decoders; set --modalities.encoder_norm False")
     inputs = {f"{INPUTS}.{modality}" for modality in model.inputs}
@@ -110,9 +121,45 @@ def load_multimae(model: MultimodalMaskedAutoencoder, state: Mapping[str, Tensor
         and name.endswith("_embedding")
         and name.rpartition(".")[2].removesuffix("_embedding") not in model.inputs
     }
-    weight_names(model).import_weights(model, tensors, kept=absent)
+    kept, names, other_classes = _absent_from_file(model, tensors), weight_names(model), []
+    left_out = [name for name in state if name not in tensors and not name.endswith(f".{POSITIONS}")]
+    for name in CLASS_SIZED:
+        sources = [tensors[key].to("meta") for key in names.sources(name) if key in tensors] if names.has(name) else []
+        if sources and names.to_ours(name, sources).shape != model.get_parameter(name).shape:
+            other_classes.append(name)
+            tensors = {key: tensor for key, tensor in tensors.items() if key not in names.sources(name)}
+    names.import_weights(model, tensors, kept={*absent, *kept, *other_classes})
     for parameter in absent.values():
         set_value(parameter, lambda: 0.0)
+    lines = {
+        "left out": listed_names(left_out),
+        "left at their start": listed_names(sorted(kept)),
+        "left at their start, since the classes are others": listed_names(other_classes, 3),
+    }
+    return [f"{what}: {listed}" for what, listed in lines.items() if listed]
+
+
+def _absent_from_file(model: MultimodalMaskedAutoencoder, tensors: Collection[str]) -> set[str]:
+    """Return the parameters of modalities and tasks of which MultiMAE has no tensors."""
+    parts = {f"tokenisers.{name}.": f"{INPUTS}.{name}." for name in model.inputs}
+    parts |= {f"decoders.{task}.": f"{OUTPUTS}.{ADAPTERS.get(task, task)}." for task in model.outputs}
+    absent = tuple(ours for ours, theirs in parts.items() if not any(name.startswith(theirs) for name in tensors))
+    embeddings = tuple(f".{name}_embedding" for name in model.inputs if f"tokenisers.{name}." in absent)
+    return {name for name, _ in model.named_parameters() if name.startswith(absent) or name.endswith(embeddings)}
+
+
+def sizes_from_weights(source: GivenWeights) -> dict[tuple[str, str], Any]:
+    """Return the settings that weights fix, with decoders for MultiMAE's; {} if MultiMAE reads no images. Raises
+    ValueError: no encoder of images."""
+    if "global_tokens" in source.tensors and f"{INPUTS}.rgb.proj.weight" not in source.tensors:
+        return {}
+    sizes = read_image_weights(source.tensors, source.fields).sizes
+    sizes = {setting: value for setting, value in sizes.items() if not setting[1].startswith("decoder_")}
+    contexts = [name for name in source.tensors if name.startswith(OUTPUTS) and name.endswith(".proj_context.weight")]
+    for name in contexts[:1]:
+        blocks = name.replace("proj_context.weight", "decoder_transformer.")
+        sizes |= decoder_sizes(len(source.tensors[name]), count_blocks(source.tensors, blocks))
+    return sizes
 
 
 def image_encoder_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trp_scale.checkpoint.format import named_weights
-from trp_scale.checkpoint.initial_weights import give_weights
+from trp_scale.checkpoint.initial_weights import GivenWeights
 from trp_scale.checkpoint.run_directory import TOKENIZER, copy_tokenizer
 from trp_scale.config import RefusedError
 from trp_scale.core.batch import Batch, Extra, TaskLosses, membership
@@ -30,7 +30,7 @@ from trp_scale.pretraining.base import DataFacts, Outline, Upstream
 from trp_scale.pretraining.pos_bert.batch import keep_all_positions, kept_lengths, open_rows
 from trp_scale.pretraining.pos_bert.model import BertOutput
 from trp_scale.pretraining.pos_bert.settings import PosBertConfig, PosBertObjectiveConfig
-from trp_scale.pretraining.pos_bert.weights import MODELS, load_transformers
+from trp_scale.pretraining.pos_bert.weights import MODELS, load_transformers, sizes_from_weights
 from trp_scale.pretraining.tasks import SOURCE, blank_source, join_names, source_names
 
 TAPS: dict[TapPlace, Extra] = {"weights": Extra("transform_tap"), "representation": Extra("representation_tap")}
@@ -238,6 +238,10 @@ class TextUpstream(Upstream):
         self.positions_per_step = config.batch.global_size * self.meta.length
 
     @classmethod
+    def sizes_from_weights(cls, config: PosBertConfig, source: GivenWeights) -> dict[tuple[str, str], Any]:
+        return sizes_from_weights(source.fields, config.model.kind) if source.fields.document else {}
+
+    @classmethod
     def facts(cls, config: PosBertConfig) -> DataFacts:
         meta = open_rows(config, parse_paths(config.data.path)).meta
         assert isinstance(meta, TextMeta)
@@ -286,8 +290,7 @@ class TextUpstream(Upstream):
         model = MODELS[settings.kind](settings, vocab_size=vocab_size, seed=self.config.training.seed)
         if self.config.objective.output_bias == "frequency":
             model.set_output_bias(self._log_frequencies())
-        if settings.weights:
-            give_weights(model, settings, load_transformers)
+        self.start_from_weights(model, load_transformers)
         return model
 
     def _log_frequencies(self) -> Tensor:

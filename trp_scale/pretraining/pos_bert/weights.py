@@ -5,8 +5,10 @@ Names are those of transformers, but our vocabulary is padded, and transformers 
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,9 +16,11 @@ from torch import Tensor
 
 from trp_scale.checkpoint.document import DOCUMENT_NAME
 from trp_scale.checkpoint.export import Export, Pair, WeightLayout, WeightNames
+from trp_scale.checkpoint.initial_weights import NO_FIELDS, listed_names, transformers_sizes
 from trp_scale.checkpoint.run_directory import TOKENIZER
 from trp_scale.config import RefusedError
 from trp_scale.config.loader import from_dict
+from trp_scale.config.schema import Fields
 from trp_scale.data.text.tokenizer import open_tokenizer
 from trp_scale.errors import CheckpointError
 from trp_scale.models.initialise import check_names, check_shapes, parameters_as_shapes
@@ -39,25 +43,80 @@ def weight_names(kind: type[TextModel], vocab_size: int) -> WeightNames:
     return WeightNames(*(Pair(name, name, padded) for name in kind.padded_parameters), Pair("*", "*"))
 
 
-def load_transformers(model: TextModel, state: Mapping[str, Tensor]) -> None:
-    """Import the state dict of transformers' model of the same kind; padding rows become zero.
+NAMES = (
+    (r"\bLayerNorm\.gamma$", "LayerNorm.weight"),  # TensorFlow's, as in the published BERT
+    (r"\bLayerNorm\.beta$", "LayerNorm.bias"),
+    (r"^(?=embeddings\.(?:word|position|token_type|LayerNorm)|encoder\.|pooler\.)", "bert."),
+    (r"^(?=embeddings\.(?:tok_|norm)|layers\.|final_norm\.)", "model."),
+)
+"""Names in other files, as of `BertModel` and `ModernBertModel`, and those in `BertForPreTraining` and
+`ModernBertForMaskedLM`."""
+
+HEADS = ("bert.pooler.", "cls.predictions.", "cls.seq_relationship.", "head.", "decoder.")
+"""Parts that stay at their start if a file has none of their tensors."""
+
+TASKS = ("classifier.", "qa_outputs.")
+"""Heads of other models."""
+
+KIND_OF = {"bert": "bert", "modernbert": "modern"}
+"""`model.kind` by transformers' model_type."""
+
+
+def full_name(name: str) -> str:
+    """Return the name in the model with heads."""
+    for pattern, replacement in NAMES:
+        name = re.sub(pattern, replacement, name)
+    return name
+
+
+def load_transformers(model: TextModel, state: Mapping[str, Tensor], fields: Fields = NO_FIELDS) -> list[str]:
+    """Import the state dict of transformers' model of the same kind, with or without heads; padding rows become zero.
+    Return a line on each difference.
 
     Raises:
         ValueError: names are missing, unexpected or of another shape, or the output layer is not tied.
     """
     parameters, tied = dict(model.named_parameters()), model.tied_parameters
-    ignored = {*tied, "bert.embeddings.position_ids"}
-    tensors = {name: tensor for name, tensor in state.items() if name not in ignored}
-    check_names(parameters, tensors)
+    named = {full_name(name): tensor for name, tensor in state.items()}
+    other = [name for name in named if name.startswith(TASKS)]
+    ignored = {*tied, *other, "bert.embeddings.position_ids"}
+    tensors = {name: tensor for name, tensor in named.items() if name not in ignored}
+    absent = tuple(head for head in HEADS if not any(name.startswith(head) for name in tensors))
+    kept = [name for name in parameters if name.startswith(absent)]
+    check_names(parameters.keys() - kept, tensors)
     unpadded = {name: parameters[name][: model.vocab_size] for name in model.padded_parameters}
-    check_shapes(unpadded, {name: tuple(tensors[name].shape) for name in model.padded_parameters})
+    check_shapes(unpadded, {name: tuple(tensors[name].shape) for name in unpadded if name in tensors})
     for copy, name in tied.items():
-        if copy in state and not torch.equal(state[copy], tensors[name]):
+        if copy in named and name in tensors and not torch.equal(named[copy], tensors[name]):
             raise ValueError(
                 f"{copy} differs from {name}: this model uses one tensor for both, so weights trained with "
                 "tie_word_embeddings=False cannot be imported"
             )
-    weight_names(type(model), model.vocab_size).import_weights(model, tensors)
+    weight_names(type(model), model.vocab_size).import_weights(model, tensors, kept=kept)
+    lines = {"left out": listed_names(other), "left at their start": listed_names(kept)}
+    return [f"{what}: {names}" for what, names in lines.items() if names]
+
+
+def sizes_from_weights(fields: Fields, kind: str) -> dict[tuple[str, str], Any]:
+    """Return the settings in transformers' config.json of a model of this `model.kind`. Raises RefusedError: a model of
+    another kind."""
+    if KIND_OF.get(theirs := fields.text("model_type")) != kind:
+        raise fields.refusal(
+            f"model_type is {theirs} and --model.kind {kind}; allowed: a recipe with the same kind, or weights of "
+            f"{' or '.join(name for name, ours in KIND_OF.items() if ours == kind)}"
+        )
+    sizes = transformers_sizes(fields)
+    if kind == "bert":
+        return sizes | {("model", "max_positions"): fields.whole("max_position_embeddings", least=1)}
+    bases = fields.section("rope_parameters")
+    for ours, layers, base in (("global", "full", 160_000.0), ("local", "sliding", 10_000.0)):
+        older = fields.take(f"{ours}_rope_theta", float, base)
+        theta = bases.section(f"{layers}_attention").take("rope_theta", float, older)
+        sizes["model", f"{ours}_rotary_base"] = theta
+    return sizes | {
+        ("model", "global_every"): fields.whole("global_attn_every_n_layers", least=1, default=3),
+        ("model", "local_attention"): fields.whole("local_attention", least=2, default=128),
+    }
 
 
 def to_transformers(

@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Literal
 
 import pytest
 import torch
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 
-from tests.unit.models.small_images import GRID, PATCH, config, crops, small_model
+from tests.unit.models.small_images import GRID, PATCH, config, crops, loss_of, small_model
 from tests.unit.models.vitmae_peer import images_and_noise, vitmae
 from trp_scale.config import Config
 from trp_scale.models.patches import patchify
 from trp_scale.models.positions import PositionOrder
+from trp_scale.pretraining.mae.image_weights import is_encoder, published_name
 from trp_scale.pretraining.mae.model import MaskedAutoencoder
 from trp_scale.pretraining.mae.upstream import MaskedPatchReconstruction
-from trp_scale.pretraining.mae.weights import (
-    is_encoder,
-    load_weights,
-    published_name,
-    stored_positions,
-    to_timm,
-    to_vitmae,
-)
+from trp_scale.pretraining.mae.weights import load_weights, stored_positions, to_timm, to_vitmae
 
 MAE = config(tokens="visible")
 
@@ -144,12 +139,41 @@ def test_relative_tables_keep_their_values() -> None:
     torch.testing.assert_close(model(*batch), source(*batch), rtol=0, atol=1e-5)  # tables of zero
 
 
+@pytest.mark.parametrize("tokens", ["visible", "all"])
+def test_learned_positions_get_gradients(tokens: Literal["visible", "all"]) -> None:
+    """Of the class token, visible patches and, if the encoder has them, masked ones; by finite differences."""
+    settings = config(tokens=tokens)
+    settings.vision.learned_positions = True
+    model, batch = small_model(settings), crops(1)
+    loss_of(model, batch).backward()  # type: ignore[no-untyped-call]
+    gradient = model.pos_embed.grad
+    assert gradient is not None
+    hidden = 1 + batch.masked[0]
+    assert gradient[hidden].abs().sum().gt(0) == (tokens == "all")
+    for place in (0, 1 + int(batch.visible[0, 2]), int(hidden[3])):
+        moved = []
+        for step in (1e-5, -1e-5):
+            with torch.no_grad():
+                model.pos_embed[place, 5] += step
+                moved.append(float(loss_of(model, batch)))
+                model.pos_embed[place, 5] -= step
+        assert float(gradient[place, 5]) == pytest.approx((moved[0] - moved[1]) / 2e-5, abs=1e-8)
+
+
+def test_an_adversary_that_shifts_sine_cosine_positions_needs_them() -> None:
+    settings = config(tokens="all", kind="absolute_coordinate")
+    settings.vision.learned_positions = True
+    assert any("--vision.learned_positions" in problem for problem in settings.problems())
+    settings.vision.tokens = "visible"
+    assert not any("--vision.learned_positions" in problem for problem in settings.problems())
+
+
 def test_mismatched_weights_are_refused_without_changes() -> None:
     model = small_model(MAE, dtype=torch.float32)
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     state = to_vitmae(before, grid=GRID)
     wrong = {
-        "decoder.decoder_norm.bias": {k: v for k, v in state.items() if "der_norm.b" not in k},
+        "decoder_norm.bias": {k: v for k, v in state.items() if "der_norm.b" not in k},
         "adapter": state | {"adapter": torch.ones(3)},
         r"prediction.bias \(7,\)": state | {"decoder.decoder_pred.bias": torch.ones(7)},
         "vit.embeddings.position_embeddings": {k: v for k, v in state.items() if "position_emb" not in k},

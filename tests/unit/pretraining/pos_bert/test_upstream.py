@@ -66,11 +66,12 @@ def test_imported_weights_replace_the_output_bias(
     task = upstream(text_dataset, tmp_path, objective__output_bias="frequency")
     task.config.model.weights = "elsewhere"
 
-    def give(model: torch.nn.Module, settings: object, load: object) -> None:
+    def give(model: torch.nn.Module, settings: object, load: object) -> str:
         with torch.no_grad():
             model.get_parameter(BIAS).fill_(7.0)
+        return ""
 
-    monkeypatch.setattr("trp_scale.pretraining.pos_bert.upstream.give_weights", give)
+    monkeypatch.setattr("trp_scale.pretraining.base.give_weights", give)
     assert (task.model().get_parameter(BIAS) == 7.0).all()
 
 
