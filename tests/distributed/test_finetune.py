@@ -172,13 +172,18 @@ def check_lines(one: Path, two: Path, task: str) -> None:
         assert line["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4), line["step"]
 
 
-@pytest.mark.parametrize("layout", always(["ddp", "zero2"], "zero2"))
+MODERN = {"model__kind": "modern", "model__dropout": 0.0, "model__local_attention": 8, "model__layer_norm_eps": 1e-5}
+LAYOUTS = [("ddp", "bert"), ("zero2", "bert"), ("fsdp", "modern"), ("zero3", "modern")]
+
+
+@pytest.mark.parametrize(("layout", "kind"), always(LAYOUTS, ("zero2", "bert"), ("fsdp", "modern")))
 def test_two_ranks_learn_of_text_what_one_does(
-    two_ranks: Ranks, text_dataset: Path, tmp_path: Path, layout: str
+    two_ranks: Ranks, text_dataset: Path, tmp_path: Path, layout: str, kind: str
 ) -> None:
     """Invariant 1, rows that share sequences on one side included."""
     root = write_stsb(tmp_path / "glue", 40, DEV)
-    flags = partial(text_flags, text_dataset, root, task="stsb", model__dropout=0.0, downstream__dropout=0.0)
+    changes = MODERN if kind == "modern" else {"model__dropout": 0.0}
+    flags = partial(text_flags, text_dataset, root, task="stsb", downstream__dropout=0.0, **changes)
     assert finetune_here(flags(tmp_path / "one", downstream__padding="length", batch__micro_size=8)) == 0
     engine = {} if layout == "ddp" else ENGINE_FLAGS[layout]
     split = flags(tmp_path / "two", downstream__padding="none", batch__micro_size=2, **engine)
@@ -260,13 +265,16 @@ def test_two_ranks_learn_to_detect_what_one_does_in_micro_batches_of_one_size(
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("task", ["cola", "classification"])
-def test_kill_9_at_a_random_step_and_go_on(text_dataset: Path, image_dataset: Path, tmp_path: Path, task: str) -> None:
+@pytest.mark.parametrize(("task", "kind"), [("cola", "bert"), ("cola", "modern"), ("classification", "vit")])
+def test_kill_9_at_a_random_step_and_go_on(
+    text_dataset: Path, image_dataset: Path, tmp_path: Path, task: str, kind: str
+) -> None:
     """With dropout or drop path; images come from a worker process after the kill."""
     many = {"training__steps": 60, "checkpoint__every": 2}
     if task == "cola":
         root = write_cola(tmp_path / "glue", 60, DEV)
-        flags = partial(text_flags, text_dataset, root, task=task, model__dropout=0.1, optimizer__lr=1e-3, **many)
+        changes = MODERN if kind == "modern" else {"model__dropout": 0.1}
+        flags = partial(text_flags, text_dataset, root, task=task, optimizer__lr=1e-3, **changes, **many)
         workers = {}
     else:
         flags = partial(image_flags, image_dataset, downstream__drop_path=0.2, **many)

@@ -72,7 +72,30 @@ class TextModelConfig(ModelConfig):
     max_positions: int = setting(512, at_least=8)
     """Maximum sequence length, special tokens included."""
     dropout: float = setting(0.1, at_least=0, below=1)
-    """Dropout probability of hidden states and attention probabilities."""
+    """Dropout probability of hidden states and attention probabilities. modern: 0; finetune --from sets it."""
+    kind: Literal["bert", "modern"] = "bert"
+    """bert: learned positions, a norm after each branch. modern: ModernBERT (Warner et al. 2024) with rotary positions,
+    GeGLU, a norm before each branch and local attention; without biases, segments and next-sentence prediction."""
+    global_every: int = setting(3, at_least=1)
+    """modern: every N-th layer, from the first on, attends to all positions; the others to a window."""
+    local_attention: int = setting(128, at_least=2)
+    """modern: width of the window; half of it on each side."""
+    global_rotary_base: float = setting(160_000.0, above=0)
+    """modern: base of the rotary positions of global layers."""
+    local_rotary_base: float = setting(10_000.0, above=0)
+    """modern: base of the rotary positions of local layers."""
+
+    def problems(self, config: Any) -> Iterator[str]:
+        yield from super().problems(config)
+        if self.kind != "modern":
+            return
+        if self.dropout:
+            yield f"--model.dropout is {self.dropout}; allowed with --model.kind modern: 0"
+        if self.heads > 0 and self.hidden_size % (2 * self.heads):
+            yield (
+                f"--model.hidden_size is {self.hidden_size}; allowed with --model.kind modern: a multiple of twice "
+                f"--model.heads {self.heads}"
+            )
 
 
 @dataclass(kw_only=True)

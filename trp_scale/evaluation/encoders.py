@@ -19,7 +19,7 @@ from trp_scale.data.text.tokenizer import open_tokenizer
 from trp_scale.evaluation.arguments import FrozenPositions
 from trp_scale.finetuning.arguments import SCRATCH
 from trp_scale.finetuning.classification.settings import ClassificationTaskConfig
-from trp_scale.finetuning.encoders import EncoderSource, load_weights, open_encoder
+from trp_scale.finetuning.encoders import WORDS, EncoderSource, load_weights, open_encoder
 from trp_scale.finetuning.glue.settings import GlueTaskConfig
 from trp_scale.models.initialise import initialise_vision
 from trp_scale.models.patches import Pixels
@@ -29,7 +29,7 @@ class Encoder(nn.Module):
     """Return the token features of the last block.
 
     Attributes:
-        backbone: transformers' `BertModel`, or `ImageEncoder` (models/vit.py).
+        backbone: transformers' `BertModel` or `ModernBertModel`, or `ImageEncoder` (models/vit.py).
         settings: encoder sizes, under `model` and `vision`.
         tokenizer: text: transformers' tokenizer from pre-training; `None` for images.
         image_size: images: side in pixels; 0 for text.
@@ -42,28 +42,36 @@ class Encoder(nn.Module):
 
 
 class TextEncoder(Encoder):
-    """BERT without heads."""
+    """BERT or ModernBERT without heads."""
 
     def __init__(self, source: EncoderSource, config: GlueTaskConfig) -> None:
         super().__init__()
         from transformers import BertModel
 
         from trp_scale.pretraining.pos_bert.model import bert_config
+        from trp_scale.pretraining.pos_bert.modern import ModernBertForMaskedPositions
 
         assert source.tokenizer is not None
         self.settings, self.tokenizer = config, open_tokenizer(source.tokenizer, flag="--run")
-        weights = source.read()
-        name, pieces = "embeddings.word_embeddings.weight", len(self.tokenizer)
+        self.has_token_types = config.model.kind == "bert"
+        weights = {name: tensor for name, tensor in source.read().items() if not name.startswith("head.")}
+        name, pieces = WORDS[config.model.kind], len(self.tokenizer)
         weights[name] = weights[name][:pieces]  # the rest is padding for efficient kernels
-        pooled = any(name.startswith("pooler.") for name in weights)
-        self.backbone = BertModel(bert_config(config.model, pieces), add_pooling_layer=pooled)
+        if self.has_token_types:
+            pooled = any(name.startswith("pooler.") for name in weights)
+            self.backbone = BertModel(bert_config(config.model, pieces), add_pooling_layer=pooled)
+        else:
+            special = {role: getattr(self.tokenizer, f"{role}_token_id") for role in ("pad", "cls", "sep")}
+            self.backbone = ModernBertForMaskedPositions.transformers_model(config.model, pieces, special).model
         load_weights(self.backbone, weights, f"--from {source.path}")
 
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, token_type_ids: Tensor | None = None
     ) -> Tensor:
-        """Encode tokens [B, L] of `tokenizer(texts, padding=True, return_tensors="pt")` as [B, L, D]."""
-        output = self.backbone(input_ids=input_ids, attention_mask=attention_mask, token_type_ids=token_type_ids)
+        """Encode tokens [B, L] of `tokenizer(texts, padding=True, return_tensors="pt")` as [B, L, D]. ModernBERT has no
+        token types."""
+        types = {"token_type_ids": token_type_ids} if self.has_token_types else {}
+        output = self.backbone(input_ids=input_ids, attention_mask=attention_mask, **types)
         return output.last_hidden_state  # type: ignore[no-any-return]
 
 

@@ -29,9 +29,9 @@ class FinetuneArguments(Arguments):
     """Settings of the recipe, overridden by flags."""
     start_from: Annotated[str, tyro.conf.Suppress] = ""
     from_: Annotated[str, tyro.conf.arg(name="from", metavar="RUN|DIR|scratch")] = ""
-    """Encoder: a run directory of trp-scale pretrain, an export, or a model directory of transformers (BERT, ViTMAE)
-    or timm (ViT). A run's newest checkpoint is used; if the run is still training, name a checkpoint to make the
-    command repeatable. scratch: no pre-training, with the recipe's sizes."""
+    """Encoder: a run directory of trp-scale pretrain, an export, or a model directory of transformers (BERT,
+    ModernBERT, ViTMAE) or timm (ViT). A run's newest checkpoint is used; if the run is still training, name a
+    checkpoint to make the command repeatable. scratch: no pre-training, with the recipe's sizes."""
     weights: Weights = "last"
     """average: use the averaged weights of a run that was trained with the hook weight_average."""
     seeds: int = setting(1, at_least=1)

@@ -1,7 +1,9 @@
-"""Load a pre-trained encoder from a run, or from a model directory of transformers (BERT, ViTMAE) or timm (ViT)."""
+"""Load a pre-trained encoder from a run, or from a model directory of transformers (BERT, ModernBERT, ViTMAE) or timm
+(ViT)."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +15,7 @@ from torch import Tensor, nn
 from trp_scale.checkpoint.document import read_document
 from trp_scale.checkpoint.export import find_checkpoint
 from trp_scale.checkpoint.format import named_weights, read_full_state
-from trp_scale.checkpoint.initial_weights import FILES, GivenWeights, is_run, read_given_weights, transformers_sizes
+from trp_scale.checkpoint.initial_weights import FILES, GivenWeights, is_run, read_given_weights
 from trp_scale.checkpoint.run_directory import name_seed_runs
 from trp_scale.config import AVERAGE, Config, ModelConfig, RefusedError, TextModelConfig
 from trp_scale.config.finetuning import FinetuneConfig, ImageTaskConfig
@@ -35,8 +37,8 @@ class EncoderSource:
         path: value of --from.
         text: text encoder; otherwise an image encoder.
         settings: (section, field) of FinetuneConfig -> value, for settings that the weights fix.
-        read: returns the weights by the names of `ImageEncoder` or transformers' `BertModel`; learned positions under
-            "pos_embed", [1 + N, D].
+        read: returns the weights by the names of `ImageEncoder`, transformers' `BertModel` or `ModernBertModel`;
+            learned positions under "pos_embed", [1 + N, D]; the head of ModernBERT under "head."
         tokenizer: directory of the tokenizer; `None` for images.
         checkpoint: of a run; later checkpoints of the same run do not change it.
     """
@@ -84,7 +86,7 @@ def open_encoder(path: str) -> EncoderSource:
 
     Args:
         path: a run directory or checkpoint, with the suffix "@average" for its averaged weights; or a model directory
-            of transformers (BERT, ViTMAE) or timm (a plain vision transformer).
+            of transformers (BERT, ModernBERT, ViTMAE) or timm (a plain vision transformer).
 
     Raises:
         RefusedError: the path contains no supported encoder.
@@ -102,20 +104,20 @@ def open_encoder(path: str) -> EncoderSource:
     if not description.is_file() or not any((directory / name).is_file() for name in FILES):
         raise RefusedError(
             f"--from {path}: allowed: a run directory (with checkpoints/), a checkpoint, a directory with config.json "
-            f"and {FILES[0]} (transformers' BERT or ViTMAE, timm's ViT), or the word {SCRATCH}; models of a "
-            f"hub are not downloaded{name_seed_runs(directory)}"
+            f"and {FILES[0]} (transformers' BERT, ModernBERT or ViTMAE, timm's ViT), or the word {SCRATCH}; models of "
+            f"a hub are not downloaded{name_seed_runs(directory)}"
         )
     source = read_given_weights(path, "--from")
     document = source.fields.document
-    if document.get("model_type") == "bert":
-        return _encoder_from_bert(path, source)
+    if document.get("model_type") in ("bert", "modernbert"):
+        return _encoder_from_transformers(path, source)
     if document.get("model_type") == "vit_mae" or "architecture" in document:
         from trp_scale.finetuning.image_encoders import encoder_from_files
 
         return encoder_from_files(path, source)
     raise RefusedError(
-        f"--from {path}: config.json has model_type {quote(document.get('model_type'))}; allowed: bert, vit_mae, or "
-        "timm's config.json (with architecture)"
+        f"--from {path}: config.json has model_type {quote(document.get('model_type'))}; allowed: bert, modernbert, "
+        "vit_mae, or timm's config.json (with architecture)"
     )
 
 
@@ -149,18 +151,11 @@ def encoder_from_run(
         RefusedError: the encoder reads neither text nor images.
     """
     if config.reads == "text":
-        if (kind := getattr(config.model, "kind", "bert")) != "bert":
-            raise RefusedError(
-                f"{path}: the encoder's model.kind is {kind}; allowed here: bert. To fine-tune it with transformers: "
-                f"trp-scale export --run {path} --to hf --output DIR"
-            )
         return EncoderSource(
             path=path,
             text=True,
             settings=sizes_from_model(config.model),
-            read=lambda: {
-                name.removeprefix("bert."): tensor for name, tensor in stored().items() if name.startswith("bert.")
-            },
+            read=lambda: select_encoder(stored()),
             tokenizer=tokenizer,
             checkpoint=checkpoint,
         )
@@ -174,24 +169,43 @@ def sizes_from_model(model: ModelConfig) -> dict[tuple[str, str], Any]:
     names = ("layers", "hidden_size", "heads", "intermediate_size", "layer_norm_eps")
     sizes = {("model", name): getattr(model, name) for name in names}
     if isinstance(model, TextModelConfig):
-        sizes["model", "max_positions"] = model.max_positions
+        sizes |= {("model", name): getattr(model, name) for name in ("max_positions", *MODERN)}
+        if model.kind == "modern":
+            sizes["model", "dropout"] = 0.0  # recipes have BERT's
     return sizes
 
 
-def _encoder_from_bert(path: str, source: GivenWeights) -> EncoderSource:
+MODERN = ("kind", "global_every", "local_attention", "global_rotary_base", "local_rotary_base")
+"""Fields of `TextModelConfig` that distinguish ModernBERT from BERT."""
+
+WORDS = {"bert": "embeddings.word_embeddings.weight", "modern": "embeddings.tok_embeddings.weight"}
+"""Name of the word embeddings by `model.kind`."""
+
+
+def select_encoder(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors of a text encoder, and of ModernBERT's head; `weights` are of a model with or without heads,
+    by our names, which are those of transformers."""
+    named = {re.sub(r"^(bert|model)\.", "", name): tensor for name, tensor in weights.items()}
+    parts = ("embeddings.", "encoder.", "pooler.", "layers.", "final_norm.", "head.")
+    return {name: tensor for name, tensor in named.items() if name.startswith(parts) and name != POSITION_NUMBERS}
+
+
+def _encoder_from_transformers(path: str, source: GivenWeights) -> EncoderSource:
+    """Return the encoder of a directory of transformers' BERT or ModernBERT."""
+    from trp_scale.pretraining.pos_bert.weights import KIND_OF, full_name, sizes_from_weights
+
     fields = source.fields
-    kinds = [fields.text("hidden_act", "gelu"), fields.text("position_embedding_type", "absolute")]
-    if kinds != ["gelu", "absolute"]:
-        raise RefusedError(f"--from {path}: {quote(kinds)} found; allowed: hidden_act gelu and absolute positions")
-
-    def read() -> dict[str, Tensor]:
-        from trp_scale.pretraining.pos_bert.weights import full_name
-
-        named = {full_name(name).removeprefix("bert."): tensor for name, tensor in source.tensors.items()}
-        parts = ("embeddings.", "encoder.", "pooler.")
-        return {name: tensor for name, tensor in named.items() if name.startswith(parts) and name != POSITION_NUMBERS}
-
-    settings = transformers_sizes(fields) | {
-        ("model", "max_positions"): fields.whole("max_position_embeddings", least=1)
+    kind = KIND_OF[fields.text("model_type")]
+    settings = sizes_from_weights(fields, kind) | {
+        ("model", "kind"): kind,
+        ("model", "max_positions"): fields.whole("max_position_embeddings", least=1),
     }
-    return EncoderSource(path=path, text=True, settings=settings, read=read, tokenizer=Path(path))
+    if kind == "modern":
+        settings["model", "dropout"] = 0.0
+    return EncoderSource(
+        path=path,
+        text=True,
+        settings=settings,
+        read=lambda: select_encoder({full_name(name): tensor for name, tensor in source.tensors.items()}),
+        tokenizer=Path(path),
+    )

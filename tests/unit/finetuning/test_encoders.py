@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from timm.layers import resample_abs_pos_embed
 from timm.models import save_for_hf
 from torch import Tensor
+from transformers import ModernBertConfig, ModernBertForMaskedLM, ModernBertModel
 
 from tests.unit.checkpoint.fake_engine import FakeEngine, save_step
 from tests.unit.checkpoint.test_export_images import write_run
@@ -36,6 +37,16 @@ from trp_scale.models.vit import ImageEncoder
 BERT = {
     "model_type": "bert",
     "num_hidden_layers": 1,
+    "hidden_size": 8,
+    "num_attention_heads": 1,
+    "intermediate_size": 8,
+    "max_position_embeddings": 16,
+}
+
+
+MODERN_BERT = {
+    "model_type": "modernbert",
+    "num_hidden_layers": 4,
     "hidden_size": 8,
     "num_attention_heads": 1,
     "intermediate_size": 8,
@@ -301,11 +312,46 @@ def write_description(directory: Path, weights: dict[str, Tensor] | None = None,
         ({"architecture": "vit_base_patch16_224"}, "pos_embed"),
         ({name: value for name, value in BERT.items() if name != "hidden_size"}, "'hidden_size'"),
         ({"model_type": "vit_mae"}, "pos_embed"),
+        ({**MODERN_BERT, "mlp_bias": True}, "mlp_bias"),
+        ({**MODERN_BERT, "hidden_activation": "silu"}, "hidden_activation"),
+        ({**MODERN_BERT, "rope_parameters": {"full_attention": {"rope_type": "yarn"}}}, "'yarn'"),
+        ({**MODERN_BERT, "layer_types": ["sliding_attention", "full_attention"] * 2}, "layer_types"),
+        ({**MODERN_BERT, "local_rope_theta": "many"}, "local_rope_theta"),
+        ({**MODERN_BERT, "rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling"),
     ],
     ids=str,
 )
 def test_other_and_incomplete_descriptions_are_refused(tmp_path: Path, document: dict[str, Any], named: str) -> None:
     refuse_to_open(write_description(tmp_path, **document), named)
+
+
+def modern_values(directory: Path) -> dict[str, Any]:
+    return {name: value for (_, name), value in open_encoder(str(directory)).settings.items()}
+
+
+@pytest.mark.parametrize("every", [1, 2, 3, 9])
+def test_modernbert_in_the_forms_of_transformers_versions(tmp_path: Path, every: int) -> None:
+    """Names of its tensors with and without a head; layer types and bases of rotary positions, today's and earlier."""
+    description = ModernBertConfig(
+        **{name: value for name, value in MODERN_BERT.items() if name != "model_type"},
+        global_attn_every_n_layers=every,
+        global_rope_theta=5e4,
+        local_rope_theta=300.0,
+        local_attention=6,
+        norm_eps=1e-4,
+        vocab_size=16,
+        **dict.fromkeys(("pad_token_id", "cls_token_id", "sep_token_id", "bos_token_id", "eos_token_id"), 0),
+    )
+    ModernBertModel(description).save_pretrained(tmp_path / "bare")
+    ModernBertForMaskedLM(description).save_pretrained(tmp_path / "headed")
+    bare, headed = (open_encoder(str(tmp_path / name)).read() for name in ("bare", "headed"))
+    assert headed.keys() - bare.keys() == {"head.dense.weight", "head.norm.weight"} and bare.keys() <= headed.keys()
+    earlier = {"global_attn_every_n_layers": every, "global_rope_theta": 5e4, "local_rope_theta": 300.0}
+    write_description(tmp_path / "earlier", **MODERN_BERT, **earlier, local_attention=6, norm_eps=1e-4)
+    values = modern_values(tmp_path / "earlier")
+    assert modern_values(tmp_path / "bare") == {**values, "global_every": min(every, 4)}
+    assert (values["kind"], values["global_rotary_base"], values["local_rotary_base"]) == ("modern", 5e4, 300.0)
+    assert (values["local_attention"], values["layer_norm_eps"], values["dropout"]) == (6, 1e-4, 0.0)
 
 
 def test_missing_and_damaged_files_are_refused_by_name(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.runs import flags
 from tests.unit.finetuning.dense.test_model import CASES, build_model, images
+from trp_scale.config import TextModelConfig
 from trp_scale.config.finetuning import ImageTaskConfig
 from trp_scale.config.images import MaskedAutoencoderConfig
 from trp_scale.config.loader import load_recipe
@@ -112,6 +113,24 @@ def test_every_recipe_is_in_the_table() -> None:
 @pytest.mark.parametrize("name", TERAFLOPS)
 def test_step_flops_of_recipes_equal_closed_forms(name: str) -> None:
     assert recipe_flops(name) == pytest.approx(TERAFLOPS[name] * 1e12, rel=1e-3)
+
+
+@pytest.mark.parametrize(("pooling", "queries"), [("class", 1), ("mean", 40)])
+def test_step_flops_of_glue_with_modernbert_equal_closed_forms(pooling: Any, queries: int) -> None:
+    """Rows of 40 tokens; a window of 8 on each side; layers 0 and 3 are global, the last one is."""
+    config = GlueTaskConfig()
+    config.model = TextModelConfig(
+        kind="modern", layers=4, hidden_size=16, heads=2, intermediate_size=20, local_attention=16, dropout=0.0
+    )
+    config.downstream.pooling, config.downstream.classes, config.batch.global_size = pooling, 3, 5
+    length, width, inner = 40, 16, 20
+    pairs = 9**2 + (length - 9) * 17
+    near = {"whole": length**2, "local": pairs}
+    layer = {kind: length * (8 * width**2 + 6 * width * inner) + 4 * width * seen for kind, seen in near.items()}
+    last = length * 6 * width**2 + queries * (2 * width**2 + 6 * width * inner) + 4 * width * queries * length
+    mean = 2 * length * width if pooling == "mean" else 0
+    row = layer["whole"] + 2 * layer["local"] + last + mean + 2 * width**2 + 2 * width * 3
+    assert glue_step_flops(config, length) == 3 * 5 * row
 
 
 @pytest.mark.parametrize("head", CASES)

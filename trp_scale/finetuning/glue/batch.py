@@ -42,8 +42,9 @@ class PairTokenizer:
     vocabulary: int
 
 
-def load_tokenizer(directory: Path, *, length: int) -> PairTokenizer:
-    """Load a Hugging Face tokenizer directory (tokenizer.json, or BERT's vocab.txt).
+def load_tokenizer(directory: Path, *, length: int, has_types: bool = True) -> PairTokenizer:
+    """Load a Hugging Face tokenizer directory (tokenizer.json, or BERT's vocab.txt). `has_types`: the encoder reads
+    token types.
 
     Raises:
         RefusedError: the directory does not exist, or has no BERT tokenizer.
@@ -63,7 +64,7 @@ def load_tokenizer(directory: Path, *, length: int) -> PairTokenizer:
     backend.enable_truncation(length, strategy="longest_first")
     backend.encode_special_tokens = True  # "[MASK]" in text is text, as in pre-training
     probe = check_encoding(backend, directory)
-    ends = (probe.ids[0], probe.ids[-1], probe.type_ids[-1])
+    ends = (probe.ids[0], probe.ids[-1], probe.type_ids[-1] if has_types else 1)
     if ends != (tokenizer.cls_token_id, tokenizer.sep_token_id, 1):
         raise RefusedError(
             f"{directory}: a pair becomes {' '.join(probe.tokens)}; allowed: a tokenizer that returns [CLS] A [SEP] B "

@@ -19,7 +19,6 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import BertModel
 
 from trp_scale.checkpoint.initial_weights import naming_tensors
 from trp_scale.checkpoint.run_directory import TOKENIZER
@@ -31,16 +30,16 @@ from trp_scale.data.sources import Rows
 from trp_scale.data.text.tokenizer import copy_tokenizer_directory
 from trp_scale.distributed.environment import Environment
 from trp_scale.distributed.groups import Group, on_rank_zero
-from trp_scale.finetuning.encoders import EncoderSource, load_weights, open_encoder
+from trp_scale.finetuning.encoders import WORDS, EncoderSource, open_encoder
 from trp_scale.finetuning.glue.batch import GlueBatchBuilder, PairTokenizer, TokenTable, load_tokenizer, tokenize
 from trp_scale.finetuning.glue.folders import FORMATS, Examples, read_glue
+from trp_scale.finetuning.glue.model import CLASSIFIERS, INPUTS
 from trp_scale.finetuning.glue.settings import GlueTaskConfig
 from trp_scale.finetuning.groups import Groups
 from trp_scale.finetuning.measurement import GatheredRows, Metrics, write_table
 from trp_scale.finetuning.task import DownstreamTask, TaskObjective, open_task_sources
 from trp_scale.models.counting import TRAINING_OVER_FORWARD, count_flops
-from trp_scale.models.initialise import initialise
-from trp_scale.pretraining.pos_bert.model import LastLayer, bert_config, padded_vocabulary
+from trp_scale.pretraining.pos_bert.model import padded_vocabulary
 from trp_scale.reporting.results import CONSTANT
 
 
@@ -48,8 +47,10 @@ def glue_step_flops(config: GlueTaskConfig, length: int) -> float:
     """Return the model FLOPs of a training step on sequences of one row of `length` tokens."""
     pieces = torch.empty(1, length, dtype=torch.int64, device="meta")
     inputs = (pieces, pieces, pieces, pieces, pieces[:, :1], pieces[0, :1])
-    make_model = partial(BertClassifier, config, vocabulary=64)  # lookups have no FLOPs
-    return TRAINING_OVER_FORWARD * config.batch.global_size * count_flops(make_model, lambda model: model(*inputs))
+    kind = CLASSIFIERS[config.model.kind]
+    make_model = partial(kind, config, vocabulary=64)  # lookups have no FLOPs
+    of_row = count_flops(make_model, lambda model: model(*inputs)) - kind.spared_flops(config, length)
+    return TRAINING_OVER_FORWARD * config.batch.global_size * of_row
 
 
 class GlueTask(DownstreamTask[GlueTaskConfig]):
@@ -67,7 +68,8 @@ class GlueTask(DownstreamTask[GlueTaskConfig]):
         downstream.classes = form.outputs
         self._encoder = open_encoder(config.model.weights) if config.model.weights else None
         self._tokenizer_directory = tokenizer_directory(config, self._encoder)
-        self._tokenizer = load_tokenizer(self._tokenizer_directory, length=downstream.max_length)
+        has_types = config.model.kind == "bert"
+        self._tokenizer = load_tokenizer(self._tokenizer_directory, length=downstream.max_length, has_types=has_types)
         apart = config.separate_test
         split = downstream.split if apart else "dev"
         column = downstream.groups
@@ -111,21 +113,20 @@ class GlueTask(DownstreamTask[GlueTaskConfig]):
         return glue_step_flops(self.config, self.positions_per_step // self.config.batch.global_size)
 
     def model(self) -> nn.Module:
-        """Build the model; the seed initialises the head, and the pooler if the encoder has none."""
+        """Build the model; the seed initialises the head, or its last layer if the encoder has the rest."""
+        kind = CLASSIFIERS[self.config.model.kind]
         if self._encoder is None:
-            return BertClassifier(self.config, vocabulary=padded_vocabulary(self._tokenizer.vocabulary))
+            return kind(self.config, vocabulary=padded_vocabulary(self._tokenizer.vocabulary))
         weights = self._encoder.read()
-        rows = len(weights["embeddings.word_embeddings.weight"])
+        rows = len(weights[WORDS[self.config.model.kind]])
         if rows < self._tokenizer.vocabulary:
             raise RefusedError(
                 f"--from {self._encoder.path} has embeddings of {rows} tokens, but the tokenizer "
                 f"{self._tokenizer_directory} has {self._tokenizer.vocabulary}; use the encoder's tokenizer"
             )
-        model = BertClassifier(self.config, vocabulary=rows)
-        if not any(name.startswith("pooler.") for name in weights):
-            weights |= {f"pooler.{name}": value.detach() for name, value in model.bert.pooler.named_parameters()}
+        model = kind(self.config, vocabulary=rows)
         with naming_tensors(self.config.model):
-            load_weights(model.bert, weights, f"--from {self._encoder.path}")
+            model.load_encoder(weights, f"--from {self._encoder.path}")
         return model
 
     def save_assets(self, run_dir: Path, world: Group) -> None:
@@ -359,87 +360,6 @@ class GlueSubmission:
         if self._form.values:
             return self._form.values[int(predicted)]
         return f"{np.clip(float(predicted), LEAST_SCORE, LARGEST_SCORE):.3f}"
-
-
-class BertClassifier(nn.Module):
-    """Transformers' BERT with a classification head, on packed sequences (`GlueBatchBuilder`).
-
-    Blocks are called one by one as in pretraining/pos_bert/model.py. With pooling class the last block is computed only
-    at [CLS]. Parameter names are those of transformers' `BertForSequenceClassification`.
-
-    Args:
-        vocabulary: rows of the word embeddings, with padding.
-    """
-
-    def __init__(self, config: GlueTaskConfig, *, vocabulary: int) -> None:
-        super().__init__()
-        settings = bert_config(config.model, vocabulary, attn_implementation="sdpa")
-        self.bert = BertModel(settings)
-        self.bert.encoder.layer[-1] = LastLayer(settings, layer_idx=config.model.layers - 1)
-        self.mean = config.downstream.pooling == "mean"
-        self.dropout = nn.Dropout(config.downstream.dropout)
-        self.classifier = nn.Linear(config.model.hidden_size, config.downstream.classes)
-        initialise(self, seed=config.training.seed, std=config.model.initializer_range)
-
-    @property
-    def layers(self) -> nn.ModuleList:
-        """Repeated blocks, the units of sharding."""
-        return self.bert.encoder.layer  # type: ignore[no-any-return]
-
-    @property
-    def depth(self) -> int:
-        """Depth of the head and the pooler."""
-        return len(self.layers) + 1
-
-    def parameter_depth(self, name: str) -> int:
-        """Return the depth of a parameter; see `Layered` (engines/optimizer.py)."""
-        parts = name.split(".")
-        if parts[:2] == ["bert", "embeddings"]:
-            return 0
-        if parts[:3] == ["bert", "encoder", "layer"]:
-            return 1 + int(parts[3])
-        return self.depth
-
-    def forward(
-        self,
-        tokens: Tensor,
-        token_types: Tensor,
-        positions: Tensor,
-        row_ids: Tensor,
-        first_positions: Tensor,
-        slots: Tensor,
-    ) -> Tensor:
-        """Compute logits [R, C], or scores [R, 1], of R rows packed into Q sequences; a row attends only to itself.
-
-        Args:
-            tokens, token_types: [Q, W] int64.
-            positions: [Q, W] int64, position of a token in its row.
-            row_ids: [Q, W] int64, row of a token; -1 for padding.
-            first_positions: [Q, S] int64, first position of each row of a sequence; unused slots have any position.
-            slots: [R] int64, index of each row in the flattened first_positions.
-        """
-        same_row = row_ids[:, :, None] == row_ids[:, None, :]  # [Q, W, W]
-        hidden = self.bert.embeddings(input_ids=tokens, token_type_ids=token_types, position_ids=positions)  # [Q, W, D]
-        *layers, last = self.layers
-        for layer in layers:
-            hidden = layer(hidden, same_row[:, None])
-        if self.mean:
-            everywhere = torch.arange(same_row.shape[2], device=same_row.device).expand(len(same_row), -1)  # [Q, W]
-            ended = last(hidden, same_row[:, None], everywhere)  # [Q, W, D]
-            rows = torch.arange(len(slots), device=same_row.device)[:, None]
-            mine = (row_ids.flatten() == rows).to(ended.dtype)  # [R, Q W]
-            read = mine @ ended.flatten(0, 1) / mine.sum(1, keepdim=True)  # [R, D]
-        else:
-            own_of_first = same_row.gather(
-                1, first_positions[:, :, None].expand(-1, -1, same_row.shape[2])
-            )  # [Q, S, W]
-            read = last(hidden, own_of_first[:, None], first_positions).flatten(0, 1)[slots]  # [R, D]
-        pooled = self.bert.pooler(read[:, None])  # [R, D]
-        return self.classifier(self.dropout(pooled))  # type: ignore[no-any-return]
-
-
-INPUTS = ("tokens", "token_types", "positions", "row_ids", "first_positions", "slots")
-"""Fields of a batch that the model reads, in the order of its arguments."""
 
 
 class SentenceClassification(TaskObjective):

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import ModernBertConfig, ModernBertForMaskedLM
 
+from trp_scale.config import TextModelConfig
 from trp_scale.core.batch import Batch
 from trp_scale.models.attention import PackedSegments, attend, attend_segments, has_segment_kernel
 from trp_scale.models.initialise import initialise_modern
@@ -31,7 +32,6 @@ from trp_scale.pretraining.pos_bert.model import (
     padded_vocabulary,
     to_rows,
 )
-from trp_scale.pretraining.pos_bert.settings import PosBertModelConfig
 
 
 class Rotation(NamedTuple):
@@ -124,6 +124,22 @@ def count_pairs(lengths: Tensor, reach: int) -> Tensor:
     return near**2 + (lengths - near) * (2 * reach + 1)
 
 
+def outside_flops(model: TextModelConfig, lengths: Tensor, rows: int, length: int, *, last_queries: int) -> float:
+    """Return the FLOPs of attention in a forward pass from queries to keys outside their window or segment.
+
+    Args:
+        lengths: of all segments of rows [R, L].
+        last_queries: positions of a row that the last layer computes.
+    """
+    spared = 0.0
+    for number in range(model.layers):
+        reach = model.local_attention // 2 if number % model.global_every else length
+        share = 1 - float(count_pairs(lengths.double(), reach).sum()) / (rows * length**2)
+        queries = length if number < model.layers - 1 else last_queries
+        spared += share * rows * queries * length
+    return 4 * model.hidden_size * spared  # products of queries and keys, and of weights and values
+
+
 class AttentionMatrices(nn.Module):
     """Matrices of an attention layer."""
 
@@ -150,7 +166,7 @@ class ModernLayer(ListedLayer, nn.Module):
 
     cut: Cut = WHOLE
 
-    def __init__(self, model: PosBertModelConfig, number: int) -> None:
+    def __init__(self, model: TextModelConfig, number: int) -> None:
         super().__init__()
         width = model.hidden_size
         self.head_size = width // model.heads
@@ -202,14 +218,14 @@ class LastModernLayer(ModernLayer):
         return self.feed_forward(tokens + self.attn.Wo(context.transpose(1, 2).flatten(2)))
 
 
-def make_norm(model: PosBertModelConfig) -> nn.LayerNorm:
+def make_norm(model: TextModelConfig) -> nn.LayerNorm:
     return nn.LayerNorm(model.hidden_size, eps=model.layer_norm_eps, bias=False)
 
 
 class ModernEmbeddings(nn.Module):
     """Word embeddings and their norm."""
 
-    def __init__(self, model: PosBertModelConfig, vocabulary: int) -> None:
+    def __init__(self, model: TextModelConfig, vocabulary: int) -> None:
         super().__init__()
         self.tok_embeddings = nn.Embedding(vocabulary, model.hidden_size)
         self.norm = make_norm(model)
@@ -221,18 +237,71 @@ class ModernEmbeddings(nn.Module):
 class ModernEncoder(nn.Module):
     """Embeddings, blocks and the final norm, named as in transformers."""
 
-    def __init__(self, model: PosBertModelConfig, vocabulary: int) -> None:
+    def __init__(self, model: TextModelConfig, vocabulary: int) -> None:
         super().__init__()
+        self.settings = model
         self.embeddings = ModernEmbeddings(model, vocabulary)
         whole = [ModernLayer(model, number) for number in range(model.layers - 1)]
         self.layers = nn.ModuleList([*whole, LastModernLayer(model, model.layers - 1)])
         self.final_norm = make_norm(model)
 
+    def encode(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        *,
+        attention_mask: Tensor | None = None,
+        kept: Tensor | None = None,
+        segment_ends: Tensor | None = None,
+    ) -> Tensor:
+        """Return the hidden states of tokens [R, L] at `positions` [R, S] of the rows, [R, S, D].
+
+        Other arguments as for `ModernBertForMaskedPositions`.
+        """
+        places = None if kept is None else KeptPositions.from_mask(kept, tokens)
+        hidden = self.embeddings(tokens if kept is None else tokens.flatten()[kept])  # [R, L, D], or [K, D]
+        fused = has_segment_kernel(hidden)
+        if fused and segment_ends is None:  # dense attention would be slow in local layers
+            real = torch.ones_like(tokens, dtype=torch.bool) if attention_mask is None else attention_mask
+            segment_ends = real.sum(1, keepdim=True)
+        kinds = self.attention_inputs(tokens, attention_mask, segment_ends, fused=fused)
+        inputs = [kinds[number % self.settings.global_every == 0] for number in range(len(self.layers))]
+        *layers, last = self.layers
+        for layer, attention in zip(layers, inputs[:-1], strict=True):
+            hidden = layer(hidden, attention, places=places)
+        return self.final_norm(last(hidden, inputs[-1], positions, places=places))  # type: ignore[no-any-return]
+
+    def attention_inputs(
+        self, tokens: Tensor, attention_mask: Tensor | None, segment_ends: Tensor | None, *, fused: bool
+    ) -> dict[bool, AttentionInputs]:
+        """Return the inputs of global (True) and of local layers, for tokens [R, L]. `fused`: a kernel computes the
+        attention inside segments, without a mask."""
+        settings, length = self.settings, tokens.shape[1]
+        columns = torch.arange(length, device=tokens.device)
+        positions = columns[None]  # [1, L]
+        mask = None if attention_mask is None else attention_mask[:, None, None, :]  # [R, 1, 1, L]
+        segments = None
+        if segment_ends is not None:
+            segments = PackedSegments.from_ends(segment_ends, length)
+            positions = segments.positions()  # [R, L]
+            mask = None if fused else segments.mask()  # [R, 1, L, L]
+        size, reach = settings.hidden_size // settings.heads, settings.local_attention // 2
+        kernel = segments if fused else None
+        local = None if fused else window_mask(mask, length, reach, columns[None, None, :, None])
+        return {
+            True: AttentionInputs(
+                Rotation.from_positions(positions, size, settings.global_rotary_base), -1, mask, kernel
+            ),
+            False: AttentionInputs(
+                Rotation.from_positions(positions, size, settings.local_rotary_base), reach, local, kernel
+            ),
+        }
+
 
 class ModernTransform(nn.Module):
     """Linear, GELU, norm: the last layer that all masked-word tasks share."""
 
-    def __init__(self, model: PosBertModelConfig) -> None:
+    def __init__(self, model: TextModelConfig) -> None:
         super().__init__()
         self.dense = nn.Linear(model.hidden_size, model.hidden_size, bias=False)
         self.norm = make_norm(model)
@@ -260,7 +329,7 @@ class ModernBertForMaskedPositions(ListedModel, nn.Module):
     word_losses: WordLosses | None = None
     cut: Cut = WHOLE
 
-    def __init__(self, model: PosBertModelConfig, *, vocab_size: int, seed: int) -> None:
+    def __init__(self, model: TextModelConfig, *, vocab_size: int, seed: int) -> None:
         super().__init__()
         self.settings, self.vocab_size = model, vocab_size
         self.model = ModernEncoder(model, padded_vocabulary(vocab_size))
@@ -270,7 +339,7 @@ class ModernBertForMaskedPositions(ListedModel, nn.Module):
 
     @classmethod
     def transformers_model(
-        cls, model: PosBertModelConfig, vocab_size: int, special: Mapping[str, int]
+        cls, model: TextModelConfig, vocab_size: int, special: Mapping[str, int]
     ) -> ModernBertForMaskedLM:
         """Return transformers' model of the same sizes; `special` are the numbers of pad, cls and sep."""
         numbers = {
@@ -297,18 +366,12 @@ class ModernBertForMaskedPositions(ListedModel, nn.Module):
         return ModernBertForMaskedLM(config)
 
     @staticmethod
-    def spared_flops(model: PosBertModelConfig, batch: Batch) -> float:
+    def spared_flops(model: TextModelConfig, batch: Batch) -> float:
         """Return the FLOPs of attention from queries to keys outside their window or segment."""
         rows, length = batch["tokens"].shape
         ends = batch.fields.get("segment_ends")
         lengths = torch.full((rows,), length) if ends is None else F.pad(ends, (1, 0)).diff().flatten()
-        spared = 0.0
-        for number in range(model.layers):
-            reach = model.local_attention // 2 if number % model.global_every else length
-            share = 1 - float(count_pairs(lengths.double(), reach).sum()) / (rows * length**2)
-            queries = length if number < model.layers - 1 else 1 + batch["masked_positions"].shape[1]
-            spared += share * rows * queries * length
-        return 4 * model.hidden_size * spared  # products of queries and keys, and of weights and values
+        return outside_flops(model, lengths, rows, length, last_queries=1 + batch["masked_positions"].shape[1])
 
     @property
     def layers(self) -> nn.ModuleList:
@@ -353,20 +416,14 @@ class ModernBertForMaskedPositions(ListedModel, nn.Module):
                 = each row is one. Packed rows take no mask.
         """
         assert kept is None or attention_mask is not None, "kept needs a mask"
-        places = None if kept is None else KeptPositions.from_mask(kept, tokens)
-        hidden = self.model.embeddings(tokens if kept is None else tokens.flatten()[kept])  # [R, L, D], or [K, D]
-        fused = has_segment_kernel(hidden)
-        if fused and segment_ends is None:  # dense attention would be slow in local layers
-            real = torch.ones_like(tokens, dtype=torch.bool) if attention_mask is None else attention_mask
-            segment_ends = real.sum(1, keepdim=True)
-        kinds = self.attention_inputs(tokens, attention_mask, segment_ends, fused=fused)
-        *layers, last = self.layers
-        for number, layer in enumerate(layers):
-            hidden = layer(hidden, kinds[self.is_global(number)], places=places)
         first = torch.zeros_like(masked_positions[:, :1])
-        positions = torch.cat([first, masked_positions], dim=1)  # [R, 1 + M]
-        selected = last(hidden, kinds[self.is_global(len(layers))], positions, places=places)  # [R, 1 + M, D]
-        selected = self.model.final_norm(selected)
+        selected = self.model.encode(
+            tokens,
+            torch.cat([first, masked_positions], dim=1),  # [R, 1 + M]
+            attention_mask=attention_mask,
+            kept=kept,
+            segment_ends=segment_ends,
+        )  # [R, 1 + M, D]
         if representation_tap is not None:
             selected = selected + representation_tap.to(selected.dtype)
         words = selected[:, 1:]
@@ -379,36 +436,6 @@ class ModernBertForMaskedPositions(ListedModel, nn.Module):
             word_losses=self.word_losses,
             training=self.training,
         )
-
-    def is_global(self, number: int) -> bool:
-        """Return whether a layer attends to all positions."""
-        return number % self.settings.global_every == 0
-
-    def attention_inputs(
-        self, tokens: Tensor, attention_mask: Tensor | None, segment_ends: Tensor | None, *, fused: bool
-    ) -> dict[bool, AttentionInputs]:
-        """Return the inputs of global (True) and of local layers, for tokens [R, L]. `fused`: a kernel computes the
-        attention inside segments, without a mask."""
-        settings, length = self.settings, tokens.shape[1]
-        columns = torch.arange(length, device=tokens.device)
-        positions = columns[None]  # [1, L]
-        mask = None if attention_mask is None else attention_mask[:, None, None, :]  # [R, 1, 1, L]
-        segments = None
-        if segment_ends is not None:
-            segments = PackedSegments.from_ends(segment_ends, length)
-            positions = segments.positions()  # [R, L]
-            mask = None if fused else segments.mask()  # [R, 1, L, L]
-        size, reach = settings.hidden_size // settings.heads, settings.local_attention // 2
-        kernel = segments if fused else None
-        local = None if fused else window_mask(mask, length, reach, columns[None, None, :, None])
-        return {
-            True: AttentionInputs(
-                Rotation.from_positions(positions, size, settings.global_rotary_base), -1, mask, kernel
-            ),
-            False: AttentionInputs(
-                Rotation.from_positions(positions, size, settings.local_rotary_base), reach, local, kernel
-            ),
-        }
 
     def set_output_bias(self, values: Tensor) -> None:
         """Set the bias of the word prediction to these logits, [V]; that of padding stays 0."""

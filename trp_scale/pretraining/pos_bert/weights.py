@@ -22,7 +22,7 @@ from trp_scale.config import RefusedError
 from trp_scale.config.loader import from_dict
 from trp_scale.config.schema import Fields
 from trp_scale.data.text.tokenizer import open_tokenizer
-from trp_scale.errors import CheckpointError
+from trp_scale.errors import CheckpointError, quote
 from trp_scale.models.initialise import check_names, check_shapes, parameters_as_shapes
 from trp_scale.pretraining.pos_bert.model import BertForMaskedPositions, padded_vocabulary
 from trp_scale.pretraining.pos_bert.modern import ModernBertForMaskedPositions
@@ -57,6 +57,9 @@ HEADS = ("bert.pooler.", "cls.predictions.", "cls.seq_relationship.", "head.", "
 
 TASKS = ("classifier.", "qa_outputs.")
 """Heads of other models."""
+
+BIASES = ("norm_bias", "attention_bias", "mlp_bias", "classifier_bias")
+ACTIVATIONS = ("hidden_activation", "classifier_activation")
 
 KIND_OF = {"bert": "bert", "modernbert": "modern"}
 """`model.kind` by transformers' model_type."""
@@ -106,16 +109,41 @@ def sizes_from_weights(fields: Fields, kind: str) -> dict[tuple[str, str], Any]:
             f"{' or '.join(name for name, ours in KIND_OF.items() if ours == kind)}"
         )
     sizes = transformers_sizes(fields)
-    if kind == "bert":
-        return sizes | {("model", "max_positions"): fields.whole("max_position_embeddings", least=1)}
-    bases = fields.section("rope_parameters")
-    for ours, layers, base in (("global", "full", 160_000.0), ("local", "sliding", 10_000.0)):
-        older = fields.take(f"{ours}_rope_theta", float, base)
-        theta = bases.section(f"{layers}_attention").take("rope_theta", float, older)
-        sizes["model", f"{ours}_rotary_base"] = theta
-    return sizes | {
-        ("model", "global_every"): fields.whole("global_attn_every_n_layers", least=1, default=3),
+    if kind == "modern":
+        return sizes | _modern_settings(fields)
+    kinds = [fields.text("hidden_act", "gelu"), fields.text("position_embedding_type", "absolute")]
+    if kinds != ["gelu", "absolute"]:
+        raise fields.refusal(f"{quote(kinds)} found; allowed: hidden_act gelu and absolute positions")
+    return sizes | {("model", "max_positions"): fields.whole("max_position_embeddings", least=1)}
+
+
+def _modern_settings(fields: Fields) -> dict[tuple[str, str], Any]:
+    """Return the settings of transformers' ModernBERT besides its sizes, from the config.json of any version. Raises
+    RefusedError: a variant that differs from ours."""
+    kinds = fields.texts("layer_types", [])
+    is_global = [kind == "full_attention" for kind in kinds]
+    every = is_global.index(True, 1) if any(is_global[1:]) else max(1, len(kinds))
+    other = [f"{name} true" for name in BIASES if fields.take(name, bool, False)]
+    other += [f"{name} not gelu" for name in ACTIVATIONS if fields.text(name, "gelu") != "gelu"]
+    if is_global != [number % every == 0 for number in range(len(kinds))]:
+        other.append("other layer_types")
+    rotary = [fields.section("rope_parameters").section(f"{kind}_attention") for kind in ("full", "sliding")]
+    types = {part.text("rope_type", "default") for part in rotary}
+    other += [f"rope_type {quote(name)}" for name in sorted(types - {"default"})]
+    if fields.document.get("rope_scaling") is not None:
+        other.append("rope_scaling")
+    if other:
+        raise fields.refusal(
+            f"{', '.join(other)} found; allowed: no biases, gelu, rope_type default, and full_attention in every N-th "
+            "layer from the first on"
+        )
+    bases = [fields.take("global_rope_theta", float, 160_000.0), fields.take("local_rope_theta", float, 10_000.0)]
+    return {
+        ("model", "global_every"): every if kinds else fields.whole("global_attn_every_n_layers", least=1, default=3),
         ("model", "local_attention"): fields.whole("local_attention", least=2, default=128),
+        ("model", "global_rotary_base"): rotary[0].take("rope_theta", float, bases[0]),
+        ("model", "local_rotary_base"): rotary[1].take("rope_theta", float, bases[1]),
+        ("model", "layer_norm_eps"): fields.take("norm_eps", float, 1e-5),
     }
 
 

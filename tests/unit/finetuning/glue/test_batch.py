@@ -26,8 +26,8 @@ from trp_scale.finetuning.glue.batch import (
     unpacked_rows,
 )
 from trp_scale.finetuning.glue.folders import read_glue
+from trp_scale.finetuning.glue.model import INPUTS, BertClassifier
 from trp_scale.finetuning.glue.settings import GlueTaskConfig
-from trp_scale.finetuning.glue.task import INPUTS, BertClassifier
 
 
 def open_task(

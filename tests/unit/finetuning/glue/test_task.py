@@ -8,18 +8,32 @@ import math
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
-from tokenizers.models import WordPiece
-from transformers import BertConfig, BertForSequenceClassification, BertModel
+from tokenizers.models import BPE, WordPiece
+from tokenizers.pre_tokenizers import ByteLevel
+from tokenizers.processors import TemplateProcessing
+from tokenizers.trainers import BpeTrainer
+from torch import nn
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    BertModel,
+    ModernBertForSequenceClassification,
+    ModernBertModel,
+    PreTrainedTokenizerFast,
+)
 
-from tests.runs import flags, pretrain_here
+from tests.runs import flags, lines, pretrain_here
 from tests.unit.finetuning.glue.small_data import FILES, finetune_here, glue_flags, write_cola, write_glue
+from tests.unit.pretraining.pos_bert.test_modern import MODERN, wide_rotation
+from tests.unit.pretraining.pos_bert.test_packed_rows import segment_by_segment
+from trp_scale.checkpoint.export import export
 from trp_scale.checkpoint.format import read_full_state
 from trp_scale.cli import main as cli
 from trp_scale.config import TextModelConfig
@@ -31,9 +45,9 @@ from trp_scale.engines.optimizer import Layered, layer_scales
 from trp_scale.finetuning.arguments import parse_finetune
 from trp_scale.finetuning.encoders import open_encoder
 from trp_scale.finetuning.glue.batch import GlueBatchBuilder, PairTokenizer, TokenTable
+from trp_scale.finetuning.glue.model import CLASSIFIERS, BertClassifier
 from trp_scale.finetuning.glue.settings import GlueDownstreamConfig, GlueTaskConfig
 from trp_scale.finetuning.glue.task import (
-    BertClassifier,
     GlueMetrics,
     GlueTask,
     SentenceClassification,
@@ -43,7 +57,10 @@ from trp_scale.finetuning.glue.task import (
     pearson,
     spearman,
 )
+from trp_scale.models import attention
+from trp_scale.pretraining.pos_bert import modern
 from trp_scale.pretraining.pos_bert.model import bert_config
+from trp_scale.pretraining.pos_bert.modern import ModernBertForMaskedPositions
 from trp_scale.reporting.results import read_results
 from trp_scale.sharding.text.shard import ShardTextConfig, shard_text
 
@@ -141,11 +158,25 @@ def test_a_constant_prediction_is_the_best_of_the_training_rows() -> None:
 
 
 VOCABULARY = 64
+Kind = Literal["bert", "modern"]
+Pooling = Literal["class", "mean"]
 
 
-def settings(classes: int) -> GlueTaskConfig:
-    model = TextModelConfig(layers=3, hidden_size=32, heads=4, intermediate_size=64, max_positions=24, dropout=0.0)
-    return GlueTaskConfig(model=model, downstream=GlueDownstreamConfig(classes=classes, dropout=0.0))
+def settings(classes: int, kind: Kind = "bert", pooling: Pooling = "class") -> GlueTaskConfig:
+    """The window of modern, 4 on each side, is shorter than the longest rows; layers 0 and 3 attend everywhere."""
+    model = TextModelConfig(
+        kind=kind,
+        layers=3 if kind == "bert" else 4,
+        hidden_size=32,
+        heads=4,
+        intermediate_size=64,
+        max_positions=24,
+        dropout=0.0,
+        local_attention=8,
+        layer_norm_eps=1e-5,
+        initializer_range=0.02 if kind == "bert" else 0.3,
+    )
+    return GlueTaskConfig(model=model, downstream=GlueDownstreamConfig(classes=classes, dropout=0.0, pooling=pooling))
 
 
 LENGTHS = (5, 16, 9, 3)
@@ -175,24 +206,42 @@ def rows(classes: int, padding: Literal["none", "length"] = "none") -> Batch:
     return builder.build(addresses, start=0)
 
 
-def transformers_inputs(classes: int) -> dict[str, torch.Tensor]:
+def transformers_inputs(classes: int, kind: Kind) -> dict[str, torch.Tensor]:
     """The first three as transformers takes them."""
     stored = table(classes)
     place = torch.arange(max(LENGTHS))
     attended = place < torch.tensor(LENGTHS[:3])[:, None]  # [3, 16]
     tokens = torch.zeros(attended.shape, dtype=torch.int64)
     tokens[attended] = torch.from_numpy(stored.pieces[: stored.ends[3]].astype(np.int64))
-    types = (attended & (place >= torch.from_numpy(stored.second[:3])[:, None])).long()
-    return {"input_ids": tokens, "token_type_ids": types, "attention_mask": attended.long()}
+    inputs = {"input_ids": tokens, "attention_mask": attended.long()}
+    if kind == "bert":
+        inputs["token_type_ids"] = (attended & (place >= torch.from_numpy(stored.second[:3])[:, None])).long()
+    return inputs
+
+
+def transformers_classifier(config: GlueTaskConfig) -> nn.Module:
+    classes, pooling = config.downstream.classes, config.downstream.pooling
+    if config.model.kind == "bert":
+        return BertForSequenceClassification(
+            bert_config(config.model, VOCABULARY, num_labels=classes, attn_implementation="eager")
+        )
+    special = {"pad": 0, "cls": 2, "sep": 3}
+    described = ModernBertForMaskedPositions.transformers_model(config.model, VOCABULARY, special).config
+    described.num_labels, described.classifier_pooling = classes, pooling.replace("class", "cls")
+    return ModernBertForSequenceClassification(described)
+
+
+CASES: list[tuple[Kind, Pooling]] = [("bert", "class"), ("modern", "class"), ("modern", "mean")]
 
 
 @pytest.mark.parametrize("classes", [3, 1])
-def test_losses_and_gradients_are_those_of_transformers(classes: int) -> None:
-    config = settings(classes)
-    ours = BertClassifier(config, vocabulary=VOCABULARY).double()
-    theirs = BertForSequenceClassification(
-        bert_config(config.model, VOCABULARY, num_labels=classes, attn_implementation="eager")
-    ).double()
+@pytest.mark.parametrize(("kind", "pooling"), CASES)
+def test_losses_and_gradients_are_those_of_transformers(
+    monkeypatch: pytest.MonkeyPatch, classes: int, kind: Kind, pooling: Pooling
+) -> None:
+    config = settings(classes, kind, pooling)
+    ours = CLASSIFIERS[kind](config, vocabulary=VOCABULARY).double()
+    theirs = transformers_classifier(config).double()
     theirs.load_state_dict(ours.state_dict())  # the same names
     batch = rows(classes)
     objective = SentenceClassification("task", classes)
@@ -200,8 +249,10 @@ def test_losses_and_gradients_are_those_of_transformers(classes: int) -> None:
     assert losses.counts.tolist() == [3.0] and losses.sums.dtype == torch.float64
     (losses.sums / losses.counts).sum().backward()
     labels = torch.from_numpy(table(classes).labels[:3])
-    expected = theirs(**transformers_inputs(classes), labels=labels.long() if classes > 1 else labels)
-    expected.loss.backward()
+    with wide_rotation(monkeypatch):
+        expected = theirs(**transformers_inputs(classes, kind), labels=labels.long() if classes > 1 else labels)
+        expected.loss.backward()
+    assert float(expected.logits.detach().std()) > 1e-3
     assert torch.allclose(objective.logits(ours, batch)[:3], expected.logits, atol=1e-10)
     # The objective computes its losses in fp32 whatever the model is in.
     mean = losses.sums.detach() / losses.counts
@@ -212,12 +263,43 @@ def test_losses_and_gradients_are_those_of_transformers(classes: int) -> None:
     assert objective.regression == ((0,) if classes == 1 else ())
 
 
-def test_packing_does_not_change_logits() -> None:
-    model = BertClassifier(settings(3), vocabulary=VOCABULARY).double()
+@pytest.mark.parametrize(("kind", "pooling"), CASES)
+def test_packing_does_not_change_logits_and_gradients(kind: Kind, pooling: Pooling) -> None:
+    model = CLASSIFIERS[kind](settings(3, kind, pooling), vocabulary=VOCABULARY).double()
     objective = SentenceClassification("task", 3)
     packed, padded = rows(3), rows(3, "length")
     assert packed["tokens"].shape == (2, 24) and padded["tokens"].shape == (4, 24)
     assert torch.allclose(objective.logits(model, packed), objective.logits(model, padded), atol=1e-12)
+    gradients = []
+    for batch in (packed, padded):
+        model.zero_grad()
+        objective(model, batch).sums.sum().backward()
+        gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradient, gradients[1][name], rtol=1e-6, atol=1e-8, msg=name)
+
+
+@pytest.mark.parametrize("pooling", ["class", "mean"])
+def test_the_kernel_for_segments_does_not_change_logits(monkeypatch: pytest.MonkeyPatch, pooling: Pooling) -> None:
+    model = CLASSIFIERS["modern"](settings(3, "modern", pooling), vocabulary=VOCABULARY).double()
+    objective = SentenceClassification("task", 3)
+    expected = objective.logits(model, rows(3))
+    monkeypatch.setattr(modern, "has_segment_kernel", lambda hidden: True)
+    monkeypatch.setattr(attention, "varlen_attn", segment_by_segment)
+    torch.testing.assert_close(objective.logits(model, rows(3)), expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("padding", ["none", "length"])
+@pytest.mark.parametrize(("kind", "pooling"), CASES)
+def test_logits_in_fp32_are_those_of_transformers(kind: Kind, pooling: Pooling, padding: Any) -> None:
+    config = settings(3, kind, pooling)
+    ours = CLASSIFIERS[kind](config, vocabulary=VOCABULARY)
+    theirs = transformers_classifier(config).eval()
+    theirs.load_state_dict(ours.state_dict())
+    with torch.no_grad():
+        found = SentenceClassification("task", 3).logits(ours, rows(3, padding))[:3]
+        expected = theirs(**transformers_inputs(3, kind)).logits
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_depths_of_layer_decay() -> None:
@@ -229,6 +311,12 @@ def test_depths_of_layer_decay() -> None:
     assert [depths[f"bert.encoder.layer.{n}.output.dense.weight"] for n in range(3)] == [0.5**3, 0.5**2, 0.5]
     assert depths["bert.pooler.dense.weight"] == depths["classifier.bias"] == 1.0
     assert set(depths.values()) == {0.5**n for n in range(5)}
+    model = CLASSIFIERS["modern"](settings(3, "modern"), vocabulary=VOCABULARY)
+    scale = layer_scales(model, 0.5)
+    depths = {name: scale(name) for name, _ in model.named_parameters()}
+    assert depths["model.embeddings.tok_embeddings.weight"] == depths["model.embeddings.norm.weight"] == 0.5**5
+    assert [depths[f"model.layers.{n}.mlp.Wo.weight"] for n in range(4)] == [0.5**4, 0.5**3, 0.5**2, 0.5]
+    assert depths["model.final_norm.weight"] == depths["head.dense.weight"] == depths["classifier.bias"] == 1.0
 
 
 @pytest.mark.exhaustive
@@ -343,9 +431,60 @@ def test_published_berts_differ_in_names_and_poolers(text_dataset: Path, tmp_pat
     assert weights["bert.pooler.dense.weight"].std() > 0
 
 
+def test_a_modern_run_and_its_export_give_equal_results(text_dataset: Path, tmp_path: Path) -> None:
+    """The head of masked words is the start of the classification head; the encoder has no dropout."""
+    source, exported = tmp_path / "source", tmp_path / "exported"
+    pretrain_here(flags(text_dataset, source, **MODERN))
+    export(source, exported)
+    root = write_glue(tmp_path / "glue")
+    task = task_of(root, tmp_path, str(source))
+    weights, stored = dict(task.model().named_parameters()), read_full_state(next((source / "checkpoints").iterdir()))
+    taken = [name for name in weights if not name.startswith("classifier.")]
+    assert set(taken) == set(stored) - {"decoder.bias"} and all(torch.equal(weights[n], stored[n]) for n in taken)
+    assert (task.config.model.dropout, task.config.model.layer_norm_eps) == (0.0, 1e-5)
+    changes = {"downstream__epochs": 0, "training__steps": 2}
+    seen = []
+    for encoder, name in ((source, "of_run"), (exported, "of_export")):
+        assert finetune_here(glue_flags(root, tmp_path / name, "cola", str(encoder), **changes)) == 0
+        seen.append([line["loss"] for line in lines(tmp_path / name / "cola" / "seed_0")])
+    assert len(seen[0]) == 2 and seen[0] == seen[1]
+    # What it learned is an encoder again.
+    tuned = str(tmp_path / "of_run" / "cola" / "seed_0")
+    assert open_encoder(tuned).settings == open_encoder(str(source)).settings
+    assert set(open_encoder(tuned).read()) == set(open_encoder(str(source)).read())
+
+
+def test_a_modernbert_of_transformers_is_fine_tuned_with_its_tokenizer(tmp_path: Path) -> None:
+    """Pieces are bytes, pairs have no token types, and there is no head to start from."""
+    root, directory = write_glue(tmp_path / "glue"), tmp_path / "published"
+    special = ["[PAD]", "[CLS]", "[SEP]", "[UNK]", "[MASK]"]
+    backend = Tokenizer(BPE(unk_token="[UNK]"))
+    backend.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    alphabet = ByteLevel.alphabet()
+    backend.train_from_iterator(
+        FILES.values(), BpeTrainer(vocab_size=400, special_tokens=special, initial_alphabet=alphabet)
+    )
+    backend.post_processor = TemplateProcessing(
+        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B [SEP]", special_tokens=[("[CLS]", 1), ("[SEP]", 2)]
+    )
+    names = {f"{name.strip('[]').lower()}_token": name for name in special}
+    PreTrainedTokenizerFast(tokenizer_object=backend, **names).save_pretrained(directory)
+    described = ModernBertForMaskedPositions.transformers_model(
+        settings(2, "modern").model, 400, {"pad": 0, "cls": 1, "sep": 2}
+    ).config
+    theirs = ModernBertModel(described)
+    theirs.save_pretrained(directory)
+    changes = {"downstream__epochs": 0, "training__steps": 1, "downstream__max_length": 24}
+    assert finetune_here(glue_flags(root, tmp_path / "run", "mrpc", str(directory), **changes)) == 0
+    weights = dict(task_of(root, tmp_path, str(directory), **changes).model().named_parameters())
+    assert all(torch.equal(weights[f"model.{name}"], value) for name, value in theirs.named_parameters())
+    assert weights["head.dense.weight"].std() > 0 and weights["head.norm.weight"].min() == 1
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"model__kind": "modern", "downstream__tokenizer": "DATASET/tokenizer"}, "--model.dropout is 0.1"),
         ({}, "--downstream.tokenizer DIR"),
         ({"task": "cola,sst"}, "--task 'cola,sst': allowed: all"),
         ({"task": "cola,rte,cola"}, "--task 'cola,rte,cola': a task is repeated"),
@@ -354,7 +493,7 @@ def test_published_berts_differ_in_names_and_poolers(text_dataset: Path, tmp_pat
         ({"downstream__tokenizer": "DATASET/tokenizer", "downstream__split": "test"}, "--predictions DIR"),
         ({"data__path": "nowhere"}, "--data.path nowhere: no such directory"),
     ],
-    ids=["tokenizer", "task", "twice", "folder", "length", "test", "path"],
+    ids=["dropout", "tokenizer", "task", "twice", "folder", "length", "test", "path"],
 )
 def test_invalid_flags_are_refused_by_name(
     text_dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, object], message: str

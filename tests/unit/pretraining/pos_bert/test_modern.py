@@ -14,15 +14,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import AutoTokenizer, ModernBertForMaskedLM
+from transformers import AutoTokenizer, ModernBertForMaskedLM, ModernBertModel
 from transformers.models.modernbert import modeling_modernbert
 
+import trp_scale as trp
 from tests.runs import flags, pretrain_here
 from trp_scale.checkpoint.export import export, find_checkpoint
 from trp_scale.checkpoint.format import read_full_state
 from trp_scale.config import RefusedError
 from trp_scale.config.run_flags import parse
-from trp_scale.finetuning.encoders import open_encoder
 from trp_scale.pretraining.pos_bert.modern import ModernBertForMaskedPositions, Rotation
 from trp_scale.pretraining.pos_bert.settings import PosBertModelConfig
 from trp_scale.pretraining.pos_bert.weights import load_transformers, to_transformers
@@ -234,8 +234,16 @@ def test_weights_of_another_tokenizer_are_refused(text_dataset: Path, tmp_path: 
     assert f"--model.weights {tmp_path / 'run'}" in str(refused.value)
 
 
-def test_encoders_of_other_kinds_are_not_fine_tuned(text_dataset: Path, tmp_path: Path) -> None:
-    pretrain_here(flags(text_dataset, tmp_path / "run", **MODERN))
-    with pytest.raises(RefusedError) as refused:
-        open_encoder(str(tmp_path / "run"))
-    assert "model.kind is modern" in str(refused.value)
+@pytest.mark.parametrize("source", ["run", "hf"])
+def test_a_loaded_encoder_equals_transformers(text_dataset: Path, tmp_path: Path, source: str) -> None:
+    """Of a run and of its export; the window is shorter than the rows."""
+    pretrain_here(flags(text_dataset, tmp_path / "run", **MODERN, model__local_attention=8))
+    export(tmp_path / "run", tmp_path / "hf")
+    encoder, theirs = trp.load(tmp_path / source), ModernBertModel.from_pretrained(tmp_path / "hf").eval()
+    texts = [" ".join(["some words of a long sentence"] * 5), "a short one"]
+    pieces = encoder.tokenizer(texts, padding=True, return_tensors="pt")
+    assert len(pieces["input_ids"][0]) > 8 and not encoder.training
+    with torch.no_grad():
+        expected = theirs(pieces["input_ids"], attention_mask=pieces["attention_mask"]).last_hidden_state
+        torch.testing.assert_close(encoder(**pieces), expected, rtol=0, atol=1e-6)
+    assert float(expected.std()) > 0.1

@@ -162,7 +162,7 @@ def test_flops_have_the_pairs_of_windows_and_segments(packed: bool) -> None:
     rows = batch()
     ends = ENDS if packed else torch.full((2, 1), LENGTH)
     text = torch.arange(LENGTH) < ends[:, -1:]  # [R, L]
-    inputs = ours.attention_inputs(rows["tokens"], None, ends, fused=False)
+    inputs = ours.model.attention_inputs(rows["tokens"], None, ends, fused=False)
     missing = {}
     for is_global, kind in inputs.items():
         assert kind.mask is not None
