@@ -1,7 +1,8 @@
-"""Python interface to runs and data sets, with the behaviour of the commands of the same names.
+"""Python interface to runs and data sets: each function calls the code of the command of its name.
 
-User errors raise `RefusedError`; messages name the command's flags: `--section.field` for the setting
-`section={"field": ...}`. Large libraries are imported when a function is called.
+Keywords are the command's flags, with its defaults: `section={"field": ...}` is `--section.field`. A function raises
+`RefusedError` for everything that its command refuses; messages name the flags. `print(result)` shows what the command
+prints. Large libraries are imported when a function is called.
 """
 
 from __future__ import annotations
@@ -11,25 +12,33 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from trp_scale.config import AVERAGE, Weights
+from trp_scale.config import AVERAGE, Config, PretrainConfig, Weights
+from trp_scale.config.finetuning import FinetuneConfig
+from trp_scale.config.flags import TakesModalities, TakesModules
 from trp_scale.config.loader import read_section, summaries
 from trp_scale.config.registry import MAIN, find_registration, load_module
-from trp_scale.config.run_flags import Arguments, make_arguments
+from trp_scale.config.run_flags import AnyArguments, Arguments, check_pretrain, make_arguments
 from trp_scale.config.schema import setting_name
 from trp_scale.config.settings import Settings
 from trp_scale.errors import RefusedError
 
 if TYPE_CHECKING:
     from trp_scale.evaluation.encoders import Encoder
+    from trp_scale.evaluation.reports import Exported, Report
+    from trp_scale.planning.command import Plan
+    from trp_scale.reporting.comparison import Comparison
+    from trp_scale.reporting.measurement import Measurement
 
 StrPath = str | os.PathLike[str]
+
+Flags = TypeVar("Flags")
 
 
 @dataclass(frozen=True)
 class Run(os.PathLike[str]):
-    """A run that has ended, usable as the path of its directory.
+    """A run of pre-training, usable as the path of its directory; `Run(Path("runs/mine"))` opens an earlier one.
 
     Attributes:
         path: the run directory.
@@ -38,12 +47,32 @@ class Run(os.PathLike[str]):
     """
 
     path: Path
-    reason: str
+    reason: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "path", Path(self.path))
+        if not self.reason:
+            from trp_scale.training.report import read_summary
+
+            reason = read_summary(self.path).get("exit_reason", "still running, or killed")
+            object.__setattr__(self, "reason", reason)
 
     @property
     def finished(self) -> bool:
         """Whether all steps are done."""
         return self.reason == "finished"
+
+    def metrics(self) -> dict[str, list[float]]:
+        """Return the columns of metrics.jsonl, as `pandas.DataFrame` reads them: `step`, `loss`, `tasks/NAME/loss`,
+        `tasks/NAME/weight` and so on, the names of W&B and TensorBoard. All have an entry for each logged step, NaN
+        without a value; docs/run_directory.md explains them. Raises RefusedError: no or damaged metrics."""
+        from trp_scale.training.sinks import read_columns
+
+        return read_columns(self.path)
+
+    def report(self, **flags: Any) -> Report:
+        """Return the report of this run, as `report` does."""
+        return report(self, **flags)
 
     def __fspath__(self) -> str:
         return str(self.path)
@@ -80,39 +109,98 @@ def pretrain(
 
     Returns:
         the run; the same on every rank.
-
-    Raises:
-        RefusedError: everything that the command refuses.
     """
-    _refuse_in_worker("pretrain")
-    sections = {name: _section(value) for name, value in settings.items()}
-    names: list[str] | None = None if hooks is None else []
-    for hook in hooks or ():
-        name = hook if isinstance(hook, str) else find_registration(hook).name
-        if isinstance(hook, Settings):
-            sections[name] = {**_section(hook), **sections.get(name, {})}
-        assert names is not None
-        names.append(name)
-    parsed = Arguments(
-        recipe=os.fspath(recipe),
-        module=_paths(module),
-        run_dir=None if run_dir is None else Path(run_dir),
-        engine=engine,
-        ds_config=None if ds_config is None else Path(ds_config),
-        resume=os.fspath(resume),
-        start_from=os.fspath(start_from),
-    )
-    arguments = make_arguments(parsed, names, sections)
-    if MAIN[0] in arguments.module and arguments.config.data.workers:
-        raise RefusedError(
-            f"data.workers is {arguments.config.data.workers}, but a component is not registered in a file (for "
-            'example in a notebook), so loader workers cannot import it; allowed: data={"workers": 0}, or move it into '
-            "a file and give module=[FILE]"
-        )
+    flags = {"run_dir": run_dir, "engine": engine, "ds_config": ds_config, "resume": resume, "start_from": start_from}
+    values = {"recipe": recipe, "module": module, **flags, **settings}
+    arguments = check_pretrain(_arguments("pretrain", Arguments, PretrainConfig, values, hooks))
+    _require_importable(arguments)
+    from trp_scale.data.mixture import require_run_data
     from trp_scale.training.pretrain import pretrain as train
 
+    require_run_data(arguments)
     ended = train(arguments)
     return Run(ended.run_dir, ended.reason)
+
+
+def finetune(
+    encoder: StrPath,
+    recipe: StrPath,
+    *,
+    hooks: Sequence[str | Settings | type[Any]] | None = None,
+    module: StrPath | Sequence[StrPath] = (),
+    **settings: Any,
+) -> Measurement:
+    """Fine-tune an encoder on downstream tasks, over seeds, as `trp-scale finetune` does. A repeated call skips
+    finished runs. Processes, ranks and scripts: as for `pretrain`.
+
+    Args:
+        encoder: as --from: a run, an export, a directory of transformers or timm, or "scratch".
+        recipe, hooks, module: as for `pretrain`.
+        settings: the command's other flags, such as `seeds=3, task="cola", run_dir="runs/glue"`, and differences from
+            the recipe, a mapping per section: `data={"path": ...}`.
+    """
+    from trp_scale.finetuning.arguments import FinetuneArguments, check_finetune
+    from trp_scale.finetuning.finetune import finetune as train
+
+    values = {"recipe": recipe, "module": module, "from": encoder, **settings}
+    arguments = check_finetune(_arguments("finetune", FinetuneArguments, FinetuneConfig, values, hooks))
+    _require_importable(arguments)
+    return train(arguments)
+
+
+def evaluate(run: StrPath, **flags: Any) -> Measurement:
+    """Measure a run of `pretrain` or `finetune` without training, as `trp-scale evaluate` does. `flags`: the command's
+    other flags, such as `data="shards/test", rows=1000`."""
+    from trp_scale.evaluation.arguments import EvaluateArguments, check_evaluate
+    from trp_scale.evaluation.evaluate import evaluate as measure
+
+    return measure(check_evaluate(_flags("evaluate", EvaluateArguments, {"run": run, **flags})))
+
+
+def probe(encoder: StrPath, **flags: Any) -> Measurement:
+    """Train a classifier on the features of a frozen encoder (as for `finetune`), as `trp-scale probe` does. `flags`:
+    the command's other flags, such as `data="shards/images", method="knn", knn={"k": 5}`."""
+    from trp_scale.evaluation.arguments import ProbeArguments, check_probe
+    from trp_scale.evaluation.probe.command import probe as measure
+
+    return measure(check_probe(_flags("probe", ProbeArguments, {"from": encoder, **flags})))
+
+
+def report(run: StrPath | None = None, **flags: Any) -> Report:
+    """Report on a run (`None` = the newest in runs/) and write its page, RUN/report.html, as `trp-scale report` does; a
+    notebook shows the page. `flags`: the command's other flags, such as `pictures="drawn"`."""
+    from trp_scale.evaluation.report_arguments import ReportArguments
+    from trp_scale.evaluation.reports import report as make
+
+    return make(_flags("report", ReportArguments, {"run": run, **flags}))
+
+
+def compare(runs: StrPath | Sequence[StrPath], **flags: Any) -> Comparison:
+    """Compare results or directories of runs with the first, as `trp-scale compare` does. `flags`: the command's other
+    flags, such as `html="compared.html", csv="compared.csv"`."""
+    from trp_scale.evaluation.report_arguments import CompareArguments
+    from trp_scale.evaluation.reports import compare as put_side_by_side
+
+    return put_side_by_side(_flags("compare", CompareArguments, {"runs": _paths(runs), **flags}))
+
+
+def export(run: StrPath, output: StrPath, **flags: Any) -> Exported:
+    """Write a run's weights to a directory that transformers or timm loads, as `trp-scale export` does. `flags`: the
+    command's other flags, such as `to="timm", image_size=64`."""
+    from trp_scale.evaluation.report_arguments import ExportArguments
+    from trp_scale.evaluation.reports import export as write
+
+    return write(_flags("export", ExportArguments, {"run": run, "output": output, **flags}))
+
+
+def plan(recipe: StrPath, *, module: StrPath | Sequence[StrPath] = (), **settings: Any) -> Plan:
+    """Predict memory and time of a pre-training run on a cluster, and its best layout, as `trp-scale plan` does.
+    `settings`: as for `pretrain`, and the command's other flags, such as `gpus=64, gpu="h100", predict="8,64"`."""
+    from trp_scale.planning.clusters import PlanArguments, check_plan
+    from trp_scale.planning.command import plan as make
+
+    values = {"recipe": recipe, "module": module, **settings}
+    return make(check_plan(_arguments("plan", PlanArguments, PretrainConfig, values)))
 
 
 def load(
@@ -126,9 +214,6 @@ def load(
         weights: last, or the average that the hook weight_average kept.
         image_size: images: side in pixels, a multiple of the patch size; 0 = that of pre-training.
         module: modules of the run that are not imported yet.
-
-    Raises:
-        RefusedError: nothing to read, or a missing module.
     """
     for name in _paths(module):
         load_module(name)
@@ -145,15 +230,12 @@ def shard_text(output: StrPath, inputs: StrPath | Sequence[StrPath] = (), **sett
         output: directory of the data set.
         inputs: as --inputs.
         settings: the command's other flags, such as `embedded=True, length=128, vocab_size=8192`.
-
-    Raises:
-        RefusedError: invalid settings, input or directory, or missing data of the tagger.
     """
-    _refuse_in_worker("shard_text")
     from trp_scale.sharding.text.shard import ShardTextConfig
     from trp_scale.sharding.text.shard import shard_text as shard
 
-    return shard(read_section(ShardTextConfig, _sharding(output, inputs, settings), "trp_scale.shard_text"))
+    values = {"output": output, "inputs": _paths(inputs), **settings}
+    return shard(_flags("shard_text", ShardTextConfig, values))
 
 
 def shard_images(output: StrPath, inputs: StrPath | Sequence[StrPath] = (), **settings: Any) -> Path:
@@ -165,19 +247,12 @@ def shard_images(output: StrPath, inputs: StrPath | Sequence[StrPath] = (), **se
         inputs: as --inputs.
         settings: the command's other flags, such as `embedded=True, count=1000` or `modality=["depth=maps"],
             depth={"scale": 0.001}`.
-
-    Raises:
-        RefusedError: invalid settings, input or directory.
     """
-    _refuse_in_worker("shard_images")
     from trp_scale.sharding.images.settings import ShardImagesConfig
     from trp_scale.sharding.images.shard import shard_images as shard
 
-    config = _sharding(output, inputs, settings)
-    for name in config.get("module", ()):
-        load_module(name)
-    kind = ShardImagesConfig.with_modality_sections()
-    return shard(read_section(kind, config, "trp_scale.shard_images"))
+    values = {"output": output, "inputs": _paths(inputs), **settings}
+    return shard(_flags("shard_images", ShardImagesConfig, values))
 
 
 def known_recipes() -> Mapping[str, str]:
@@ -185,8 +260,46 @@ def known_recipes() -> Mapping[str, str]:
     return summaries()
 
 
-def _sharding(output: StrPath, inputs: StrPath | Sequence[StrPath], settings: Mapping[str, Any]) -> dict[str, Any]:
-    return {"output": os.fspath(output), "inputs": _paths(inputs), **_plain(settings)}
+def _arguments(
+    function: str,
+    kind: type[AnyArguments],
+    settings: type[Config],
+    values: Mapping[str, Any],
+    hooks: Sequence[str | Settings | type[Any]] | None = None,
+) -> AnyArguments:
+    """Return the arguments of a command with a recipe, not checked yet."""
+    _refuse_in_worker(function)
+    sections = {name: _section(value) for name, value in values.items()} | {"module": _paths(values["module"])}
+    if hooks is not None:
+        sections["hooks"] = [hook if isinstance(hook, str) else find_registration(hook).name for hook in hooks]
+    for hook in hooks or ():
+        if isinstance(hook, Settings):
+            name = find_registration(hook).name
+            sections[name] = {**_section(hook), **sections.get(name, {})}
+    return make_arguments(sections, kind, settings, prog=f"trp_scale.{function}")
+
+
+def _flags(function: str, kind: type[Flags], keywords: Mapping[str, Any]) -> Flags:
+    """Return the arguments of another command, not checked yet."""
+    _refuse_in_worker(function)
+    values: dict[str, Any] = _plain(keywords)
+    if issubclass(kind, TakesModules):
+        values["module"] = _paths(values.get("module", ()))
+        for name in values["module"]:
+            load_module(name)
+    if issubclass(kind, TakesModalities):
+        kind = kind.with_modality_sections()
+    return read_section(kind, values, f"trp_scale.{function}")
+
+
+def _require_importable(arguments: Arguments) -> None:
+    """Refuse loader workers for components outside files."""
+    if MAIN[0] in arguments.module and arguments.config.data.workers:
+        raise RefusedError(
+            f"data.workers is {arguments.config.data.workers}, but a component is not registered in a file (for "
+            'example in a notebook), so loader workers cannot import it; allowed: data={"workers": 0}, or move it into '
+            "a file and give module=[FILE]"
+        )
 
 
 def _section(value: Any) -> Any:

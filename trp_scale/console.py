@@ -5,6 +5,7 @@ reporting/page.html renders tables to HTML.
 
 from __future__ import annotations
 
+import io
 import logging
 import math
 import os
@@ -12,9 +13,10 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, ClassVar, TextIO
 
 if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
     from rich.table import Table as RichTable
 
 GIB = 2.0**30
@@ -60,8 +62,45 @@ class Cell:
     code: bool = False
 
 
+WIDE = 160
+"""Width of the output without a terminal, as in a log."""
+
+
+class Shown:
+    """Base of the results of commands: `show` prints one as its command does, and its text is the same.
+
+    Attributes:
+        width: of the output without a terminal.
+    """
+
+    width: ClassVar[int] = WIDE
+
+    def parts(self) -> Iterator[RenderableType]:
+        """Yield tables and lines."""
+        raise NotImplementedError
+
+    def show(self, console: Console | None = None) -> None:
+        """Print the result; in colour on a terminal."""
+        from rich.console import Console
+        from rich.text import Text
+
+        console = console or (Console() if sys.stdout.isatty() else Console(width=self.width))
+        for part in self.parts():
+            line = Text(part) if isinstance(part, str) else None  # printed unchanged
+            console.print(line or part, soft_wrap=line is not None)
+
+    def __str__(self) -> str:
+        from rich.console import Console
+
+        text = io.StringIO()
+        self.show(Console(file=text, width=self.width, color_system=None, force_terminal=False, force_jupyter=False))
+        return "\n".join(line.rstrip() for line in text.getvalue().rstrip().splitlines())
+
+    __repr__ = __str__
+
+
 @dataclass(frozen=True, kw_only=True)
-class Table:
+class Table(Shown):
     """Rows with headings.
 
     Attributes:
@@ -79,6 +118,7 @@ class Table:
     words: int = 1
     marked: tuple[int, ...] = ()
     notes: Sequence[str] = ()
+    width: ClassVar[int] = 80
 
     def cells(self) -> Iterator[list[Cell]]:
         """Yield the head, then each row."""
@@ -101,12 +141,12 @@ class Table:
             table.add_row(*(Text(cell.text, style="bold" if cell.strong else "") for cell in row), style=style)
         return table
 
-    def print(self) -> None:
-        """Print to standard output, 80 columns wide without a terminal, with the notes as lines."""
-        from rich.console import Console
+    def parts(self) -> Iterator[RenderableType]:
+        """Yield the table, and the notes as lines."""
+        from rich.text import Text
 
-        console = Console(width=None if sys.stdout.isatty() else 80, highlight=False, markup=False)
-        console.print(replace(self, notes=()).to_rich(), *self.notes, sep="\n")
+        yield replace(self, notes=()).to_rich()
+        yield from (Text(note) for note in self.notes)
 
     def to_markdown(self, *, padded: bool = False) -> str:
         """Render with the title as a heading of level two. `padded`: for a terminal: align the columns and do not

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import math
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +20,17 @@ from transformers import BertModel
 import trp_scale as trp
 from tests.extending import forgetting, write_files
 from tests.fixtures import small_text_config
-from tests.runs import SMALL, environment, essence, flags, lines
+from tests.runs import SMALL, SMALL_IMAGES, environment, essence, flags, lines
 from tests.unit.checkpoint import test_export as text
+from tests.unit.finetuning.test_finetune import KEPT
 from tests.unit.methods.test_weights_average import write_pair
 from trp_scale.checkpoint.export import export
 from trp_scale.cli import main as cli
 from trp_scale.config.loader import load_recipe
+from trp_scale.config.registry import import_name
+from trp_scale.errors import exit_status_and_message
+from trp_scale.reporting.results import read_results
+from trp_scale.training.report import report as report_text
 from trp_scale.training.rundir import CONFIG_FILE
 
 
@@ -32,10 +40,10 @@ def forgotten() -> Iterator[None]:
         yield
 
 
-def small(dataset: Path, **changes: dict[str, Any]) -> dict[str, Any]:
+def small(dataset: Path, values: dict[str, Any] = SMALL, **changes: dict[str, Any]) -> dict[str, Any]:
     """The sections of tests/runs.py: flags."""
     sections: dict[str, Any] = {"data": {"path": dataset}}
-    for name, value in SMALL.items():
+    for name, value in values.items():
         section, _, field = name.partition(".")
         sections.setdefault(section, {})[field] = value
     for section, values in changes.items():
@@ -223,3 +231,225 @@ def same_files(ours: Path, theirs: Path) -> bool:
 def test_settings_of_a_data_set_are_checked(settings: dict[str, Any], expected: str, tmp_path: Path) -> None:
     with pytest.raises(trp.RefusedError, match=expected):
         trp.shard_text(tmp_path / "out", **settings)
+
+
+class CalledError(Exception):
+    """Raised in place of the work."""
+
+
+WORK = {
+    "pretrain": "trp_scale.training.pretrain:pretrain",
+    "finetune": "trp_scale.finetuning.finetune:finetune",
+    "evaluate": "trp_scale.evaluation.evaluate:evaluate",
+    "probe": "trp_scale.evaluation.probe.command:probe",
+    "report": "trp_scale.evaluation.reports:report",
+    "compare": "trp_scale.evaluation.reports:compare",
+    "export": "trp_scale.evaluation.reports:export",
+    "plan": "trp_scale.planning.command:plan",
+    "shard_text": "trp_scale.sharding.text.shard:shard_text",
+    "shard_images": "trp_scale.sharding.images.shard:shard_images",
+}
+"""The function that command and function call, with the arguments of the command."""
+
+SAME: list[tuple[str, Callable[[Path], Any], str]] = [
+    (
+        "pretrain",
+        lambda data: trp.pretrain("mae_tiny", data={"path": data}, hooks=["weight_average"], module=[]),
+        "--recipe mae_tiny --data.path {data} --hooks weight_average",
+    ),
+    (
+        "finetune",
+        lambda data: trp.finetune("scratch", "classification_tiny", data={"path": data}, seeds=3, run_dir="tuned"),
+        "--from scratch --recipe classification_tiny --data.path {data} --seeds 3 --run_dir tuned",
+    ),
+    ("evaluate", lambda data: trp.evaluate(data, rows=5, robustness=[]), "--run {data} --rows 5"),
+    (
+        "probe",
+        lambda data: trp.probe(data, data=data, method="linear", linear={"epochs": 11}, test=data),
+        "--from {data} --data {data} --method linear --linear.epochs 11 --test {data}",
+    ),
+    ("report", lambda data: trp.report(data, pictures="drawn"), "--run {data} --pictures drawn"),
+    ("report", lambda data: trp.Run(data).report(), "--run {data}"),
+    ("compare", lambda data: trp.compare([data, "b"], csv=data / "c.csv"), "{data} b --csv {data}/c.csv"),
+    ("export", lambda data: trp.export(data, "out", to="timm"), "--run {data} --output out --to timm"),
+    (
+        "plan",
+        lambda data: trp.plan("mae_vit_b", gpus=16, gpu="h100", batch={"global_size": 256}),
+        "--recipe mae_vit_b --gpus 16 --gpu h100 --batch.global_size 256",
+    ),
+    ("shard_text", lambda data: trp.shard_text("out", [data], length=64), "--output out --inputs {data} --length 64"),
+    ("shard_images", lambda data: trp.shard_images("out", embedded=True), "--output out --embedded"),
+]
+
+
+@pytest.mark.parametrize(("name", "call", "words"), SAME, ids=[name for name, _, _ in SAME])
+def test_a_function_does_the_work_of_its_command_with_its_defaults(
+    name: str, call: Callable[[Path], Any], words: str, image_dataset: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[dict[str, Any]] = []
+
+    def work(arguments: Any) -> Any:
+        seen.append(asdict(arguments))
+        raise CalledError
+
+    module, _, function = WORK[name].partition(":")
+    import_name(WORK[name])
+    monkeypatch.setattr(f"{module}.{function}", work)
+    with pytest.raises(CalledError):
+        call(image_dataset)
+    with pytest.raises(CalledError):
+        cli.main([name.replace("_", "-"), *words.format(data=image_dataset).split()])
+    assert seen[0] == seen[1] and set(WORK) <= set(trp.__all__)
+
+
+REFUSED: list[tuple[str, Callable[[], Any], str]] = [
+    ("no data", lambda: trp.pretrain("mae_tiny"), "pretrain --recipe mae_tiny"),
+    ("no encoder", lambda: trp.finetune("", "glue_tiny"), "finetune --recipe glue_tiny"),
+    ("no run", lambda: trp.evaluate("nowhere"), "evaluate --run nowhere"),
+    ("no sizes", lambda: trp.probe("scratch", data="x"), "probe --from scratch --data x"),
+    ("no runs", trp.report, "report"),
+    ("no pictures", lambda: trp.report(images=["a.png"]), "report --images a.png"),
+    ("no results", lambda: trp.compare(["nowhere"]), "compare nowhere"),
+    ("no weights", lambda: trp.export("nowhere", "out"), "export --run nowhere --output out"),
+    ("no such GPU", lambda: trp.plan("mae_vit_b", gpu="h10"), "plan --recipe mae_vit_b --gpu h10"),
+    ("too few", lambda: trp.plan("mae_vit_b", gpus=0), "plan --recipe mae_vit_b --gpus 0"),
+    ("no text", lambda: trp.shard_text("out"), "shard-text --output out"),
+]
+
+
+@pytest.mark.parametrize(("call", "words"), [case[1:] for case in REFUSED], ids=[case[0] for case in REFUSED])
+def test_a_function_refuses_with_the_words_of_its_command(
+    call: Callable[[], Any],
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(trp.RefusedError) as refused:
+        call()
+    assert cli.main(words.split()) == 2
+    assert capsys.readouterr().err == f"error: {exit_status_and_message(refused.value)[1]}\n"
+
+
+@pytest.mark.parametrize(
+    ("call", "nearest"),
+    [
+        (lambda: trp.pretrain("mae_tiny", run_dri="x"), "run_dri.*run_dir"),
+        (lambda: trp.pretrain("mae_tiny", trainng={}), "trainng.*training"),
+        (lambda: trp.finetune("scratch", "glue_tiny", seds=3), "seds.*seeds"),
+        (lambda: trp.finetune("scratch", "glue_tiny", optimizer={"lrr": 3}), "optimizer.lrr.*optimizer.lr"),
+        (lambda: trp.evaluate(".", spilt="dev"), "spilt.*split"),
+        (lambda: trp.probe(".", linear={"epoch": 1}), "linear.epoch.*linear.epochs"),
+        (lambda: trp.report(picture="x"), "picture.*pictures"),
+        (lambda: trp.compare([], htm="x"), "htm.*html"),
+        (lambda: trp.export(".", "x", image_sise=3), "image_sise.*image_size"),
+        (lambda: trp.plan("mae_tiny", gpuss=3), "gpuss.*gpus"),
+        (lambda: trp.plan("mae_tiny", dry_run=True), "dry_run"),
+        (lambda: trp.plan("mae_tiny", run_dir="x"), "run_dir"),
+        (lambda: trp.finetune("scratch", "glue_tiny", print_config=True), "print_config"),
+        (lambda: trp.finetune("scratch", "glue_tiny", seeds="3"), "seeds is '3'"),
+    ],
+)
+def test_a_wrong_keyword_is_refused_with_the_nearest_name(call: Callable[[], Any], nearest: str) -> None:
+    with pytest.raises(trp.RefusedError, match=nearest):
+        call()
+
+
+@pytest.fixture(scope="module")
+def pretrained(image_dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> trp.Run:
+    run_dir = tmp_path_factory.mktemp("pretrained") / "run"
+    return trp.pretrain("mae_tiny", run_dir=run_dir, **small(image_dataset, SMALL_IMAGES, validation={"every": 4}))
+
+
+def test_the_metrics_of_a_run_are_columns(pretrained: trp.Run) -> None:
+    columns, stored = pretrained.metrics(), lines(pretrained.path)
+    steps = [line["step"] for line in stored if "tasks" in line]
+    assert columns["step"] == steps and {len(column) for column in columns.values()} == {len(steps)}
+    assert columns["tasks/reconstruction/loss"] == [line["tasks"]["reconstruction"]["loss"] for line in stored]
+    held_out = columns["validation/loss"]
+    assert math.isfinite(held_out[-1]) and math.isnan(held_out[0])
+    opened = trp.Run(str(pretrained.path))  # type: ignore[arg-type]
+    assert opened == pretrained and opened.finished
+
+
+def test_steps_after_a_rollback_replace_those_before(tmp_path: Path) -> None:
+    def line(step: int, loss: float) -> str:
+        task = {"loss": loss, "weight": 1.0, "count": 1}
+        return json.dumps({"step": step, "loss": loss, "tasks": {"a": task}}) + "\n"
+
+    held_out = json.dumps({"step": 2, "validation": {"loss": 7.0, "tasks": {}}}) + "\n"
+    text = line(1, 1.0) + line(2, 2.0) + line(3, 3.0) + line(2, 4.0) + held_out
+    (tmp_path / "metrics.jsonl").write_text(text)
+    columns = trp.Run(tmp_path).metrics()
+    assert (columns["step"], columns["loss"]) == ([1, 2], [1.0, 4.0])
+    assert columns["validation/loss"][1] == 7.0 and not trp.Run(tmp_path).finished
+
+
+def test_a_report_is_the_command_s_and_a_page_in_a_notebook(
+    pretrained: trp.Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = pretrained.report()
+    assert cli.main(["report", "--run", str(pretrained.path)]) == 0
+    assert capsys.readouterr().out.split() == str(report).split() and report_text(pretrained.path).strip() in str(
+        report
+    )
+    assert report.worst_task == "reconstruction" and set(report.losses) == {"reconstruction"}
+    page = report._repr_html_()
+    assert page is not None and page.startswith("<iframe srcdoc=") and page.count('"') == 8, "escaped"
+
+
+def test_what_is_measured_has_scores_and_the_command_s_table(
+    pretrained: trp.Run, image_dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    values = {name: value for name, value in SMALL_IMAGES.items() if name.startswith(KEPT)}
+    shared = {**small(image_dataset, values, downstream={"epochs": 1.0}), "seeds": 2}
+    tuned = trp.finetune(pretrained, "classification_tiny", run_dir=tmp_path / "tuned", **shared)
+    assert read_results(tuned.path) == tuned.results and tuned.finished and Path(tuned) == tmp_path / "tuned"
+    assert tuned.scores == {"classification": tuned.results.tasks[0].mean} and tuned.worst_task == "classification"
+    again = trp.finetune(pretrained, "classification_tiny", run_dir=tmp_path / "tuned", **shared)
+    assert again == tuned, "nothing is trained twice"
+    first = trp.finetune(pretrained, "classification_tiny", run_dir=tmp_path / "tuned", only=0, **shared)
+    assert first.path == tuned.path / "classification" / "seed_0" and not first.written
+    assert first.results.tasks[0].values == tuned.results.tasks[0].values[:1]
+
+    capsys.readouterr()
+    measured = trp.evaluate(tuned, predictions=tmp_path / "predictions", baseline=tuned)
+    assert measured.scores == tuned.scores and all(path.is_file() for path in measured.predictions)
+    output = [f"--predictions={tmp_path / 'predictions'}", f"--baseline={tuned.path}"]
+    assert cli.main(["evaluate", "--run", str(tuned.path), *output]) == 0
+    assert capsys.readouterr().out.split() == str(measured).split() and repr(measured) == str(measured)
+    losses = trp.evaluate(pretrained)
+    assert losses.scores.keys() == {"reconstruction"} and losses.path == pretrained.path / "evaluations" / "own"
+
+    compared = trp.compare([tuned, measured], csv=tmp_path / "table.csv")
+    capsys.readouterr()
+    assert cli.main(["compare", str(tuned.path), str(measured.path), "--csv", str(tmp_path / "table.csv")]) == 0
+    assert capsys.readouterr().out.split() == str(compared).split()
+    table = compared.table
+    assert table["mean"] == [*tuned.scores.values()] * 2 and table["difference"] == [None, 0.0]
+    assert table["seeds"] == [[0, 1]] * 2 and (tmp_path / "table.csv").read_text().startswith(",".join(table))
+
+
+def test_a_stopped_call_says_why_and_the_same_call_goes_on(image_dataset: Path, tmp_path: Path) -> None:
+    values = {name: value for name, value in SMALL_IMAGES.items() if name.startswith(KEPT)}
+    settings = {**small(image_dataset, values, downstream={"epochs": 1.0}), "run_dir": tmp_path}
+    (tmp_path / "STOP").touch()
+    stopped = trp.finetune("scratch", "classification_tiny", **settings)
+    assert not stopped.finished and "STOP" in stopped.reason and stopped.scores == {} and stopped.worst_task is None
+    assert trp.finetune("scratch", "classification_tiny", **settings).finished
+
+
+def test_a_probe_an_export_and_a_plan_have_what_the_commands_print(
+    pretrained: trp.Run, image_dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    probed = trp.probe(pretrained, data=image_dataset, method="knn", cache=tmp_path, run_dir=tmp_path / "probed")
+    assert list(probed.scores.values()) == [read_results(probed.path).tasks[0].mean]
+    exported = trp.export(pretrained, tmp_path / "exported", to="timm", image_size=32)
+    assert exported.checkpoint.parent.parent == pretrained.path
+    assert sum(parameter.numel() for parameter in eval(exported.call).parameters()) > 0
+    capsys.readouterr()
+    planned = trp.plan("mae_vit_b", gpus=16, gpu="h100", predict="16,64")
+    assert cli.main(["plan", "--recipe", "mae_vit_b", "--gpus", "16", "--gpu", "h100", "--predict", "16,64"]) == 0
+    assert capsys.readouterr().out.split() == str(planned).split()
+    assert planned.best.fits and planned.best.days > 0 and list(planned.curve) == [16, 64]

@@ -3,59 +3,28 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from trp_scale.config import Weights
 from trp_scale.config.flags import ReadsRuns, read
-from trp_scale.errors import RefusedError
 
-
-@dataclass(kw_only=True)
-class ReportArguments(ReadsRuns):
-    """Print a table of a running or finished run: loss of each task at the start and now, and its weight. Also write
-    RUN/report.html, a single offline file (needs the extra `pictures`): curves of losses, weights, adversary, masks and
-    speed, incidents, settings, and next steps."""
-
-    run: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
-    """Run directory with metrics.jsonl; default: the run in runs/ with the newest metrics."""
-    pictures: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
-    """For an image run with a checkpoint: draw reconstructions, and positions before and after the adversary's
-    perturbation, as PNG files into this directory (needs the extra `pictures`); the page shows them."""
-    data: Annotated[str, tyro.conf.arg(metavar="DIR")] = ""
-    """For pictures: present directory of the run's data, if it was moved."""
-    images: Annotated[list[Path], tyro.conf.arg(metavar="FILE [FILE ...]")] = field(default_factory=list)
-    """For pictures: draw these files (JPEG, PNG or WebP; central squares) instead of held-out images of the run's data.
-    With several modalities only the image is used."""
+if TYPE_CHECKING:
+    from trp_scale.reporting.measurement import Measurement
 
 
 def report(argv: Sequence[str]) -> int:
     """`trp-scale report`."""
+    from trp_scale.evaluation.report_arguments import ReportArguments
+
     arguments = read(ReportArguments, argv, prog="trp-scale report")
-    if arguments.images and arguments.pictures is None:
-        raise RefusedError(f"--images {arguments.images[0]} needs --pictures DIR, the directory to draw into")
-    from trp_scale.reporting.record import read_run
-    from trp_scale.reporting.run import write_page
-    from trp_scale.training.metrics import newest_run
-    from trp_scale.training.report import report as table
-    from trp_scale.training.sinks import list_pictures
+    from trp_scale.evaluation.reports import report as make
 
-    run_dir = arguments.run or newest_run(Path("runs"))
-    run = read_run(run_dir)
-    drawn: list[str] = []
-    if arguments.pictures is not None:
-        from trp_scale.checkpoint.export import while_training
-        from trp_scale.evaluation.figures.pictures import draw_pictures
-
-        pictures = arguments.pictures
-        drawn = while_training(lambda: draw_pictures(run_dir, pictures, data=arguments.data, images=arguments.images))
-    print(table(run_dir, run.history), end="")
-    print("".join(f"{line}\n" for line in drawn), end="")
-    print(write_page(run, [] if arguments.pictures is None else list_pictures(arguments.pictures)))
+    make(arguments).show()
     return 0
 
 
@@ -105,10 +74,9 @@ def evaluate(argv: Sequence[str]) -> int:
     from trp_scale.evaluation.arguments import parse_evaluate
 
     arguments = parse_evaluate(argv)
-    from trp_scale.checkpoint.export import while_training
     from trp_scale.evaluation.evaluate import evaluate as measure
 
-    return while_training(lambda: measure(arguments))
+    return show_measurement(measure(arguments))
 
 
 def probe(argv: Sequence[str]) -> int:
@@ -116,10 +84,18 @@ def probe(argv: Sequence[str]) -> int:
     from trp_scale.evaluation.arguments import parse_probe
 
     arguments = parse_probe(argv)
-    from trp_scale.checkpoint.export import while_training
     from trp_scale.evaluation.probe.command import probe as measure
 
-    return while_training(lambda: measure(arguments))
+    return show_measurement(measure(arguments))
+
+
+def show_measurement(result: Measurement) -> int:
+    """Print a result on rank 0; return its exit status."""
+    from trp_scale.distributed.launchers import discover
+
+    if discover(os.environ).rank == 0:
+        result.show()
+    return result.status
 
 
 def represent(argv: Sequence[str]) -> int:
@@ -133,72 +109,23 @@ def represent(argv: Sequence[str]) -> int:
     return while_training(lambda: draw(arguments))
 
 
-@dataclass(kw_only=True)
-class CompareArguments(ReadsRuns):
-    """Compare runs on downstream tasks: mean and spread over seeds, the worst task of each run, and whether differences
-    to the first run exceed those between seeds. Results of different metrics or splits (dev, test) are never compared.
-    Pre-training runs: final loss of each task, the worst one, steps and speed."""
-
-    runs: Annotated[tyro.conf.Positional[list[Path]], tyro.conf.arg(name="run", metavar="RUN [RUN ...]")]
-    """Directories with results.json of trp-scale finetune, evaluate or probe; the first is the baseline. Or run
-    directories of pretrain; with --html both."""
-    html: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
-    """Write an offline page to this file (needs the extra `pictures`): results, final figures, overlaid curves, and
-    settings that differ."""
-    markdown: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
-    """Write the tables to this file as Markdown."""
-    csv: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
-    """Write the figures to this file as CSV, one line per task and run."""
-
-
 def compare(argv: Sequence[str]) -> int:
     """`trp-scale compare`."""
+    from trp_scale.evaluation.report_arguments import CompareArguments
+
     arguments = read(CompareArguments, argv, prog="trp-scale compare")
-    if arguments.html is not None:
-        from trp_scale.reporting.comparison_page import compare_as_page
+    from trp_scale.evaluation.reports import compare as put_side_by_side
 
-        compare_as_page(arguments.runs, arguments.html, markdown_file=arguments.markdown, csv_file=arguments.csv)
-        return 0
-    from trp_scale.reporting.comparison import compare as put_side_by_side
-
-    put_side_by_side(arguments.runs, markdown_file=arguments.markdown, csv_file=arguments.csv)
+    put_side_by_side(arguments).show()
     return 0
-
-
-@dataclass(kw_only=True)
-class ExportArguments(ReadsRuns):
-    """Write a run's weights to a directory that other libraries load."""
-
-    run: Annotated[Path, tyro.conf.arg(metavar="DIR")]
-    """Run directory (its newest complete checkpoint), or a checkpoint in it."""
-    output: Annotated[Path, tyro.conf.arg(metavar="DIR")]
-    """Directory to write; it must be empty or not exist."""
-    to: Literal["hf", "timm"] = "hf"
-    """hf: for transformers' from_pretrained (BertForPreTraining or ViTMAEForPreTraining). timm: encoder of an image
-    run, for timm.create_model("local-dir:DIR", pretrained=True); without pretrained=True timm silently makes random
-    weights. timm has no relative positions; an encoder with them is exported with a module for torch.hub.load("DIR",
-    "encoder", source="local")."""
-    weights: Weights = "last"
-    """For runs with the hook weight_average: average exports the average of the weights instead of the last weights."""
-    image_size: int = 224
-    """timm: side of the images in pixels; fixed positions are written for their grid."""
 
 
 def export(argv: Sequence[str]) -> int:
     """`trp-scale export`."""
-    arguments = read(ExportArguments, argv, prog="trp-scale export")
-    from trp_scale.checkpoint.export import export as write
-    from trp_scale.checkpoint.export import loading_call
+    from trp_scale.evaluation.report_arguments import ExportArguments
 
-    checkpoint = write(
-        arguments.run,
-        arguments.output,
-        to=arguments.to,
-        image_size=arguments.image_size,
-        weights=arguments.weights,
-    )
-    call = loading_call(arguments.output)
-    print(f"{checkpoint} -> {arguments.output}\nloaded by: {call}")
-    if call.startswith("timm."):
-        print("without pretrained=True timm silently makes random weights")
+    arguments = read(ExportArguments, argv, prog="trp-scale export")
+    from trp_scale.evaluation.reports import export as write
+
+    write(arguments).show()
     return 0

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
+from trp_scale.cli.evaluation import show_measurement
 from trp_scale.cli.main import run
 from trp_scale.config.flags import Modules, TakesModules, phase, read
 from trp_scale.config.settings import check_settings, setting
@@ -54,22 +55,21 @@ def plan(argv: Sequence[str]) -> int:
     from trp_scale.planning.clusters import parse_plan
 
     arguments = parse_plan(argv)
-    from trp_scale.planning.command import print_plan
+    from trp_scale.planning.command import plan as make
 
-    return print_plan(arguments)
+    make(arguments).show()
+    return 0
 
 
 def pretrain(argv: Sequence[str]) -> int:
     """`trp-scale pretrain`."""
-    from trp_scale.config.loader import data_command
     from trp_scale.config.run_flags import parse
-    from trp_scale.data.mixture import require_data, require_made
+    from trp_scale.data.mixture import require_run_data
 
     arguments = parse(argv)
     if arguments.print_config and arguments.config.length_flag == "--training.steps":
         return _print_config(arguments)
-    require_made(arguments.config.data.path, data_command(arguments.recipe, arguments.config.data.path))
-    require_data(arguments.config.datasets())
+    require_run_data(arguments)
     if arguments.print_config:
         from trp_scale.pretraining.base import set_length
 
@@ -97,7 +97,10 @@ def finetune(argv: Sequence[str]) -> int:
     from trp_scale.finetuning.finetune import finetune as train
     from trp_scale.finetuning.task import task_class
 
-    return _train_with_restarts(arguments, lambda: train(arguments), lambda: task_class(arguments.config))
+    def measure() -> int:
+        return show_measurement(train(arguments))
+
+    return _train_with_restarts(arguments, measure, lambda: task_class(arguments.config))
 
 
 def _print_config(arguments: Arguments) -> int:
@@ -192,7 +195,7 @@ def runs(argv: Sequence[str]) -> int:
     arguments = read(RunsArguments, argv, prog="trp-scale runs")
     from trp_scale.diagnostics.runs import list_runs
 
-    list_runs(arguments.directory).print()
+    list_runs(arguments.directory).show()
     return 0
 
 

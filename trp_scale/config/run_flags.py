@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_type_hints
+from typing import Annotated, Any, TypeVar, get_args, get_type_hints
 
 import tyro
 
@@ -23,6 +23,7 @@ from trp_scale.config.loader import (
     from_dict,
     known_recipes,
     load_recipe,
+    read_section,
     task_settings,
     to_dict,
     upstream_settings,
@@ -98,9 +99,11 @@ def parse(argv: Sequence[str]) -> Arguments:
         RefusedError: a missing or unknown recipe, invalid settings, or contradictory flags.
         SystemExit: 2 for an unknown or wrong flag (prints the nearest), 0 after `--help`.
     """
-    arguments = parse_run(argv, Arguments, PretrainConfig, prog="trp-scale pretrain")
-    _take_weights(arguments)
-    resolve_sizes(arguments, flag_words(argv))
+    return check_pretrain(parse_run(argv, Arguments, PretrainConfig, prog="trp-scale pretrain"))
+
+
+def check_pretrain(arguments: Arguments) -> Arguments:
+    """Complete and check the settings of a pre-training run. Raises RefusedError."""
     read_mixture_file(arguments.config)
     check(arguments.config)
     return arguments
@@ -204,34 +207,48 @@ def parse_run(argv: Sequence[str], kind: type[AnyArguments], settings: type[Conf
     )
     _check_flags(arguments)
     resolve_pairs(arguments.config, chosen)
+    _take_weights(arguments)
+    resolve_sizes(arguments, chosen)
     return arguments
 
 
-def make_arguments(arguments: Arguments, hooks: Sequence[str] | None, settings: Mapping[str, Any]) -> Arguments:
-    """Return what `parse` returns for the equivalent command line.
+NOT_IN_PYTHON = {"config", "dry_run", "print_config", "local_rank"}
+"""Fields of `Arguments` that are no keywords of the functions."""
+
+
+def make_arguments(
+    values: Mapping[str, Any], kind: type[AnyArguments], settings: type[Config], *, prog: str
+) -> AnyArguments:
+    """Return what `parse_run` returns for the equivalent command line.
 
     Args:
-        arguments: the command's own flags.
-        hooks: as --hooks; `None` = those of the recipe.
-        settings: {section: {field: value}} that differ from the recipe.
+        values: flags of the command, `hooks`, and {section: {field: value}} that differ from the recipe.
+        kind, settings: as for `parse_run`.
+        prog: the function, for messages.
 
     Raises:
-        RefusedError: as `parse`; also for unknown settings and wrong types, all in one message.
+        RefusedError: as `parse`; also for unknown flags and settings and wrong types, all in one message.
     """
+    types = {setting_name(name): hint for name, hint in get_type_hints(kind, include_extras=True).items()}
+    hidden = {name for name, hint in types.items() if tyro.conf.Suppress in get_args(hint)}
+    flags = types.keys() - hidden - NOT_IN_PYTHON
+    changes = {name: value for name, value in values.items() if name not in flags}
+    arguments = read_section(kind, {name: values[name] for name in values if name in flags}, prog)
     arguments.module = list(dict.fromkeys([*map(load_module, arguments.module), *own_modules()]))
-    chosen = flat(settings) | {"recipe": arguments.recipe, "run_dir": str(arguments.run_dir or "")}
-    chosen |= {} if hooks is None else {"hooks": list(hooks)}
+    chosen = flat(changes) | {"recipe": arguments.recipe, "run_dir": str(arguments.run_dir or "")}
     words = {name: value if isinstance(value, list) else [str(value)] for name, value in chosen.items()}
-    document = to_dict(starting_settings(words, arguments.module, PretrainConfig, prog="trp_scale.pretrain"))
-    for name, value in settings.items():
+    config = starting_settings(words, arguments.module, settings, prog=prog)
+    document = to_dict(config)
+    for name, value in changes.items():
+        close = difflib.get_close_matches(name, [*flags, *document], n=1)
+        if name not in document and close and close[0] in flags:
+            raise RefusedError(f"{prog}: {name} is neither a flag nor a section; did you mean {close[0]}?")
         document[name] = {**document.get(name, {}), **value} if isinstance(value, Mapping) else value
-    arguments.config = from_dict(document, source="trp_scale.pretrain")
+    arguments.config = from_dict(document, source=prog)
     _check_flags(arguments)
     resolve_pairs(arguments.config, chosen)
     _take_weights(arguments)
-    resolve_sizes(arguments, flat(settings))
-    read_mixture_file(arguments.config)
-    check(arguments.config)
+    resolve_sizes(arguments, chosen)
     return arguments
 
 

@@ -17,6 +17,8 @@ from pathlib import Path
 import numpy as np
 
 from trp_scale.config import RefusedError
+from trp_scale.config.loader import data_command
+from trp_scale.config.run_flags import Arguments
 from trp_scale.data.hashing import PLACE_BITS, Integers, mix, stream
 from trp_scale.data.mirror import local_directory
 from trp_scale.data.raw_files import require_dataset
@@ -99,6 +101,13 @@ def require_made(path: str, made_by: str) -> None:
     """
     if made_by and not Path(path).exists():
         raise DataError(f"--data.path {path}: not found; create it: {made_by}")
+
+
+def require_run_data(arguments: Arguments) -> None:
+    """Refuse a run without its data; raises as `require_made` and `require_data`."""
+    path = arguments.config.data.path
+    require_made(path, data_command(arguments.recipe, path))
+    require_data(arguments.config.datasets())
 
 
 def require_data(settings: Mapping[str, str]) -> None:

@@ -166,7 +166,11 @@ def parse_probe(argv: Sequence[str]) -> ProbeArguments:
         "seeds",
         "run_dir",
     )
-    arguments = read(ProbeArguments, argv, prog="trp-scale probe", first=first)
+    return check_probe(read(ProbeArguments, argv, prog="trp-scale probe", first=first))
+
+
+def check_probe(arguments: ProbeArguments) -> ProbeArguments:
+    """Check the flags. Raises RefusedError with all invalid ones."""
     if problems := list(_problems(arguments)):
         raise RefusedError("\n".join(problems))
     if arguments.weights == "average":
@@ -376,6 +380,11 @@ def parse_evaluate(argv: Sequence[str]) -> EvaluateArguments:
             "--run is missing; allowed: a run of trp-scale pretrain, a directory of trp-scale finetune, or one of its "
             "seeds"
         )
+    return check_evaluate(arguments)
+
+
+def check_evaluate(arguments: EvaluateArguments) -> EvaluateArguments:
+    """Check the flags. Raises RefusedError for invalid or contradicting ones."""
     if not arguments.run.is_dir():
         raise RefusedError(f"--run {arguments.run}: no such directory")
     if arguments.robustness and (arguments.data or arguments.split):

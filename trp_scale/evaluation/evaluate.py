@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from trp_scale.checkpoint.export import while_training
 from trp_scale.checkpoint.initial_weights import is_run
 from trp_scale.config import AVERAGE, PretrainConfig, RefusedError, Weights
 from trp_scale.config.finetuning import FinetuneConfig, GroupDownstreamConfig, ImageTaskConfig
@@ -37,7 +38,7 @@ from trp_scale.finetuning.measurement import (
 from trp_scale.finetuning.task import DownstreamTask, build_task, has_training_data, seed_result, task_class
 from trp_scale.methods.balancing.settings import UniformSettings
 from trp_scale.pretraining.base import Upstream, build_upstream, find_upstream
-from trp_scale.reporting.comparison import print_results
+from trp_scale.reporting.measurement import Measurement
 from trp_scale.reporting.results import (
     RESULT_FILE,
     RESULTS_FILE,
@@ -190,8 +191,13 @@ EVALUATIONS = "evaluations"
 """Directory in a run directory with the results of later evaluations."""
 
 
-def evaluate(arguments: EvaluateArguments) -> int:
-    """Run `trp-scale evaluate`; return the exit status, 0."""
+def evaluate(arguments: EvaluateArguments) -> Measurement:
+    """Run `trp-scale evaluate`; return the result, the same on every rank. It has no tasks if the measured rows have no
+    labels; then only predictions are written."""
+    return while_training(lambda: _evaluate(arguments))
+
+
+def _evaluate(arguments: EvaluateArguments) -> Measurement:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     sets = parse_robustness_sets(arguments.robustness)
     baseline = None if arguments.baseline is None else read_results(arguments.baseline)
@@ -206,21 +212,18 @@ def evaluate(arguments: EvaluateArguments) -> int:
             )
         run_dir = arguments.run if pretrained is None else pretrained.directory
         output = arguments.output or run_dir / EVALUATIONS / _name(arguments, sets)
+        predictions: list[Path] = []
         with create_directories(output, arguments.predictions, world=world):
             if pretrained is None:
-                results = _evaluate_finetuned(arguments, sets, environment)
+                results = _evaluate_finetuned(arguments, sets, environment, predictions)
             elif arguments.background:
                 source = f"{pretrained.checkpoint}{AVERAGE if arguments.weights == 'average' else ''}"
                 results = on_rank_zero(world, "measuring the masks", lambda: _masks(source, arguments))
             else:
                 results = measure_losses(pretrained, arguments, environment)
-        if not results.tasks:  # rows without labels have only predictions
-            return 0
-        on_rank_zero(world, f"writing {output}", lambda: write_results(output / RESULTS_FILE, results))
-        if world.rank == 0:
-            print_results(results, baseline)
-            print(output / RESULTS_FILE)
-    return 0
+        if labelled := bool(results.tasks):
+            on_rank_zero(world, f"writing {output}", lambda: write_results(output / RESULTS_FILE, results))
+    return Measurement(path=output, results=results, baseline=baseline, predictions=predictions, written=labelled)
 
 
 @contextmanager
@@ -249,8 +252,10 @@ def _masks(source: str, arguments: EvaluateArguments) -> Results:
     return measure_masks(load_trained_images(source), arguments.data, background, arguments.rows)
 
 
-def _evaluate_finetuned(arguments: EvaluateArguments, sets: list[RobustnessSet], environment: Environment) -> Results:
-    """Measure all tasks and seeds of a `trp-scale finetune` directory."""
+def _evaluate_finetuned(
+    arguments: EvaluateArguments, sets: list[RobustnessSet], environment: Environment, predictions: list[Path]
+) -> Results:
+    """Measure all tasks and seeds of a `trp-scale finetune` directory; append the written files to `predictions`."""
     refuse_flags(arguments, ("background", "rows"), "runs of pre-training")
     runs = find_runs(arguments.run, arguments.weights)
     if sets and len(runs) > 1:
@@ -271,7 +276,8 @@ def _evaluate_finetuned(arguments: EvaluateArguments, sets: list[RobustnessSet],
         directory = arguments.predictions
         if directory is not None and several:
             directory /= f"seed_{run.config.training.seed}"
-        result = measure_run(run, arguments, environment, directory)
+        result, written = measure_run(run, arguments, environment, directory)
+        predictions.extend(written)
         return [] if result is None else [result]
 
     tasks: list[TaskResult] = []
@@ -294,9 +300,10 @@ def _name(arguments: EvaluateArguments, sets: list[RobustnessSet]) -> str:
 
 def measure_run(
     run: ReadRun, arguments: EvaluateArguments, environment: Environment, directory: Path | None = None
-) -> SeedResult | None:
-    """Measure one seed of one task; `None` if the rows have no labels. Collective; all ranks return the same result,
-    which does not depend on their number. Raises DataError or RefusedError for data that the task cannot read.
+) -> tuple[SeedResult | None, list[Path]]:
+    """Measure one seed of one task; `None` if the rows have no labels. Also return the files with predictions, on rank
+    0. Collective; all ranks return the same result, which does not depend on their number. Raises DataError or
+    RefusedError for data that the task cannot read.
 
     Args:
         directory: for predictions; `None`: do not save them.
@@ -315,11 +322,9 @@ def measure_run(
         written = [] if saved is None else saved.finish()
     finally:
         task.sources.close()
-    if written and environment.world.rank == 0:
-        print("\n".join(map(str, written)))
     if collected is None:
-        return None
-    return seed_result(task, run.config.training.seed, collected.finish(engine.data_group))
+        return None, written
+    return seed_result(task, run.config.training.seed, collected.finish(engine.data_group)), written
 
 
 def measured_config(run: ReadRun, arguments: EvaluateArguments, world: int) -> FinetuneConfig:
@@ -364,7 +369,7 @@ def _check_data(
 
         count = on_rank_zero(where.world, "comparing what is learned and measured", count_shared)
         if count and where.world.rank == 0:
-            print(f"note: {count} images of {arguments.data} are training images of {run.directory}")
+            logger.warning("%s images of %s are training images of %s", count, arguments.data, run.directory)
 
 
 def _check_classes(run: ReadRun, config: FinetuneConfig, task: DownstreamTask[Any]) -> None:

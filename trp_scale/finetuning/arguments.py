@@ -12,10 +12,9 @@ import tyro
 from trp_scale.config import AVERAGE, RefusedError, Weights
 from trp_scale.config.checks import check
 from trp_scale.config.finetuning import FinetuneConfig
-from trp_scale.config.loader import data_command
 from trp_scale.config.run_flags import Arguments, parse_run
 from trp_scale.config.settings import check_settings, setting
-from trp_scale.data.mixture import require_data, require_made
+from trp_scale.data.mixture import require_run_data
 
 SCRATCH = "scratch"
 """Value of --from for training from scratch, with the recipe's sizes."""
@@ -46,16 +45,20 @@ class FinetuneArguments(Arguments):
 
 
 def parse_finetune(argv: Sequence[str]) -> FinetuneArguments:
-    """Parse the command line, copy the encoder's sizes into the settings, and check all settings."""
-    arguments = parse_run(argv, FinetuneArguments, FinetuneConfig, prog="trp-scale finetune")
+    """Read and check the command line. Raises RefusedError: as `config.run_flags.parse`; also for a missing encoder or
+    data."""
+    return check_finetune(parse_run(argv, FinetuneArguments, FinetuneConfig, prog="trp-scale finetune"))
+
+
+def check_finetune(arguments: FinetuneArguments) -> FinetuneArguments:
+    """Copy the encoder's sizes into the settings, and check all settings. Raises as `parse_finetune`."""
     config = arguments.config
     if not arguments.from_:
         raise RefusedError(
             f"--from is missing; allowed: a run directory, an export, a directory of transformers or timm, or {SCRATCH}"
         )
     tasks = config.tasks(arguments.task)
-    require_made(config.data.path, data_command(arguments.recipe, config.data.path))
-    require_data(config.datasets())
+    require_run_data(arguments)
     config.require_data(tasks)
     if arguments.weights == "average":
         arguments.from_ += AVERAGE

@@ -24,7 +24,7 @@ from trp_scale.finetuning.arguments import FinetuneArguments
 from trp_scale.finetuning.measurement import predict
 from trp_scale.finetuning.task import DownstreamTask, build_task, seed_result
 from trp_scale.pretraining.base import Upstream
-from trp_scale.reporting.comparison import print_results
+from trp_scale.reporting.measurement import Measurement
 from trp_scale.reporting.results import (
     RESULT_FILE,
     RESULTS_FILE,
@@ -36,12 +36,13 @@ from trp_scale.reporting.results import (
     write_results,
 )
 from trp_scale.training import rundir
-from trp_scale.training.pretrain import Rollback, Run, train_run
+from trp_scale.training.metrics import FINISHED
+from trp_scale.training.pretrain import Ended, Rollback, Run, train_run
 from trp_scale.training.rundir import Guard, guard_run
 
 
-def finetune(arguments: FinetuneArguments) -> int:
-    """Run `trp-scale finetune`; returns the exit status, as `pretrain`.
+def finetune(arguments: FinetuneArguments) -> Measurement:
+    """Run `trp-scale finetune`; return the result, the same on every rank.
 
     A repeated command resumes: it skips finished runs.
     """
@@ -57,39 +58,47 @@ def finetune(arguments: FinetuneArguments) -> int:
         check_shared_directory(run_dir, world)
         rundir.refuse_runs(run_dir, rundir.CONFIG_FILE, "a run of trp-scale pretrain", world)
         baseline = None if arguments.baseline is None else read_results(arguments.baseline)
-        joined = []
         tasks = arguments.config.tasks(arguments.task)
         if arguments.only is not None:
             task_number, number = divmod(arguments.only, arguments.seeds)
             seed_arguments = select_seed(arguments, tasks[task_number], number, run_dir)
             seed_dir = rundir.create_run_directory(seed_arguments, world)  # other processes guard the other runs
             with guard_run(seed_dir, config, environment, stop_directory=run_dir) as guard:
-                return run_seed(seed_arguments, environment, engine_name, guard)[0]
+                ended, result = run_seed(seed_arguments, environment, engine_name, guard)
+                return measurement(arguments, ended, [[] if result is None else [result]], written=False)
+        measured: list[list[SeedResult]] = []
         with guard_run(run_dir, config, environment) as guard:
             for task in tasks:
-                of_task: list[SeedResult] = []
+                measured.append([])
                 for number in range(arguments.seeds):
                     seed_arguments = select_seed(arguments, task, number, run_dir)
-                    status, result = run_seed(seed_arguments, environment, engine_name, guard, of_task)
+                    ended, result = run_seed(seed_arguments, environment, engine_name, guard, measured[-1])
                     if result is None:
-                        return status
-                    of_task.append(result)
-                joined.append(join(of_task))
-        results = Results(recipe=arguments.recipe, encoder=arguments.from_, tasks=joined)
-        on_rank_zero(world, f"writing {run_dir}", lambda: add_results(run_dir, results))
-        if world.rank == 0:
-            print_results(results, baseline)
-            print(run_dir / RESULTS_FILE)
-    return ExitStatus.DONE
+                        return measurement(arguments, ended._replace(run_dir=run_dir), measured, written=False)
+                    measured[-1].append(result)
+        outcome = measurement(arguments, Ended(run_dir, FINISHED, ExitStatus.DONE), measured, baseline=baseline)
+        results = on_rank_zero(world, f"writing {run_dir}", lambda: add_results(run_dir, outcome.results))
+    return replace(outcome, results=results)
 
 
-def add_results(run_dir: Path, results: Results) -> None:
-    """Write results.json, and keep its rows for other tasks with the same recipe and encoder."""
+def measurement(
+    arguments: FinetuneArguments, ended: Ended, measured: Sequence[list[SeedResult]], **fields: Any
+) -> Measurement:
+    """Return the result of the seeds that are finished, by task."""
+    tasks = [join(seeds) for seeds in measured if seeds]
+    results = Results(recipe=arguments.recipe, encoder=arguments.from_, tasks=tasks)
+    return Measurement(path=ended.run_dir, results=results, reason=ended.reason, status=ended.status, **fields)
+
+
+def add_results(run_dir: Path, results: Results) -> Results:
+    """Write results.json, and keep its rows for other tasks with the same recipe and encoder. Return its content."""
     if (run_dir / RESULTS_FILE).is_file():
         before, names = read_results(run_dir), {task.task for task in results.tasks}
         if (before.recipe, before.encoder) == (results.recipe, results.encoder):
-            results.tasks = [*(task for task in before.tasks if task.task not in names), *results.tasks]
+            kept = [task for task in before.tasks if task.task not in names]
+            results = replace(results, tasks=[*kept, *results.tasks])
     write_results(run_dir / RESULTS_FILE, results)
+    return results
 
 
 def refuse_learned_images(config: FinetuneConfig) -> None:
@@ -144,7 +153,7 @@ def run_seed(
     engine_name: str,
     guard: Guard,
     earlier: Sequence[SeedResult] = (),
-) -> tuple[ExitStatus, SeedResult | None]:
+) -> tuple[Ended, SeedResult | None]:
     """Train and measure one run, or read its result if it is finished; the result is `None` if the run was stopped.
 
     Args:
@@ -157,7 +166,7 @@ def run_seed(
         done = on_rank_zero(world, f"reading {run_dir}", lambda: read_finished(run_dir, arguments.config))
         if done is not None:
             check_same_data(run_dir, done.data, earlier)
-            return ExitStatus.DONE, done
+            return Ended(run_dir, FINISHED, ExitStatus.DONE), done
     rundir.create_run_directory(arguments, world)
     results: list[SeedResult] = []
     tasks: list[DownstreamTask[Any]] = []
@@ -188,10 +197,10 @@ def run_seed(
         on_rank_zero(world, f"writing {run_dir}", lambda: write_results(run_dir / RESULT_FILE, results[0]))
 
     try:
-        _, status = train_run(make, measure_run)
+        run, status = train_run(make, measure_run)
     except RefusedError:
         with suppress(OSError):  # not empty, or removed by another rank
             run_dir.rmdir()
             run_dir.parent.rmdir()
         raise
-    return status, results[0] if results else None
+    return Ended(run_dir, FINISHED if results else run.ended, status), results[0] if results else None

@@ -15,8 +15,7 @@ import tyro
 
 from trp_scale.config import PretrainConfig, RefusedError
 from trp_scale.config.checks import check
-from trp_scale.config.flags import flag_words
-from trp_scale.config.run_flags import Arguments, parse_run, resolve_sizes
+from trp_scale.config.run_flags import Arguments, parse_run
 from trp_scale.config.settings import check_settings, setting
 from trp_scale.errors import nearest
 
@@ -185,8 +184,11 @@ class PlanArguments(Arguments):
 
 def parse_plan(argv: Sequence[str]) -> PlanArguments:
     """Read and check the command line. Raises RefusedError: as `config.run_flags.parse`; also for invalid numbers."""
-    arguments = parse_run(argv, PlanArguments, PretrainConfig, prog="trp-scale plan")
-    resolve_sizes(arguments, flag_words(argv))
+    return check_plan(parse_run(argv, PlanArguments, PretrainConfig, prog="trp-scale plan"))
+
+
+def check_plan(arguments: PlanArguments) -> PlanArguments:
+    """Check the settings and flags. Raises as `parse_plan`."""
     arguments.config.data.path = arguments.config.data.path or NO_DATA
     check(arguments.config)
     check_settings(arguments)

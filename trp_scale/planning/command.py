@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import dataclass, field, fields, replace
 
 import torch
 
 from trp_scale.config import RefusedError
 from trp_scale.config.flags import is_rank_zero_env
 from trp_scale.config.run_flags import Arguments
-from trp_scale.console import GIB, Table
+from trp_scale.console import GIB, Shown, Table
 from trp_scale.data.mixture import parse_paths
 from trp_scale.distributed.launchers import discover
 from trp_scale.engines import ds_config
@@ -135,19 +135,60 @@ def assumption_lines(gpu: clusters.Gpu) -> list[str]:
     ]
 
 
-def print_plan(arguments: PlanArguments) -> int:
-    """`trp-scale plan`."""
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Plan(Shown):
+    """Layouts of a run on a cluster.
+
+    Attributes:
+        plans: layouts that fit, the fastest first, then the others; `command(recipe)` starts one.
+        curve: fastest plan, or refusal, for each number of GPUs of --predict.
+        recipe: name or path.
+        listed: number of layouts to list with their commands; 0 = only the layout that the settings state.
+        assumed: assumptions.
+    """
+
+    counted: Counted
+    cluster: Cluster
+    plans: Sequence[ClusterPlan]
+    recipe: str = ""
+    listed: int = 0
+    curve: Mapping[int, ClusterPlan | RefusedError] = field(default_factory=dict)
+    assumed: Sequence[str] = ()
+
+    @property
+    def best(self) -> ClusterPlan:
+        """Fastest layout."""
+        return self.plans[0]
+
+    def parts(self) -> Iterator[str]:
+        """Yield the layouts with memory, time and commands, the curve, and the assumptions."""
+        yield from describe_plan(self.counted, self.cluster)
+        best = fitting(self.plans)[: self.listed or None]
+        yield from ["", *ranking(best), "", *memory_lines(self.plans), ""]
+        if self.listed:
+            yield f"best: {self.best.layout.name}"
+        yield from time_lines(self.best)
+        if self.listed:
+            yield ""
+            yield from (f"{number}. {plan.command(self.recipe)}" for number, plan in enumerate(best, 1))
+        if self.curve:
+            yield from ["", *curve(self.curve)]
+        yield "\nassumed:"
+        yield from (f"- {line}" for line in self.assumed)
+
+
+def plan(arguments: PlanArguments) -> Plan:
+    """Run `trp-scale plan`. Raises RefusedError: nothing fits; names the nearest plan that does."""
     facts, whence = read_data_facts(arguments)
     counted = Counted(arguments.config, facts)
     choices = fixed_layout(arguments)
     cluster = Cluster(gpu=find_gpu(arguments.gpu), gpus=arguments.gpus)
-    for line in report(counted, cluster, choices, recipe=arguments.recipe, best=arguments.best):
-        print(line, flush=True)
-    if worlds := arguments.worlds():
-        print("", *curve(best_on(counted, cluster.gpu, worlds, choices)), sep="\n", flush=True)
-    print("\nassumed:")
-    print("\n".join(f"- {line}" for line in [whence, *assumption_lines(cluster.gpu)]))
-    return 0
+    return replace(
+        find_plans(counted, cluster, choices, listed=arguments.best),
+        recipe=arguments.recipe,
+        curve=best_on(counted, cluster.gpu, arguments.worlds(), choices),
+        assumed=[whence, *assumption_lines(cluster.gpu)],
+    )
 
 
 def read_data_facts(arguments: PlanArguments) -> tuple[DataFacts, str]:
@@ -175,23 +216,13 @@ def fixed_layout(arguments: Arguments) -> LayoutChoice:
     return LayoutChoice(engine="deepspeed", document=ds_config.read(arguments.ds_config), path=str(arguments.ds_config))
 
 
-def report(
-    counted: Counted, cluster: Cluster, choices: LayoutChoice, *, recipe: str = "", best: int = 0
-) -> Iterator[str]:
-    """Yield the `best` fastest layouts with memory, time and commands; 0 = only the layout that the settings state.
-    Raises RefusedError: nothing fits; names the nearest plan that does."""
-    yield from describe_plan(counted, cluster)
-    plans = [plan for plan in make_plans(counted, cluster, choices) if best or plan.layout.is_stated(counted.config)]
-    plans_that_fit = fitting(plans)
-    if not plans_that_fit:
+def find_plans(counted: Counted, cluster: Cluster, choices: LayoutChoice, *, listed: int = 0) -> Plan:
+    """Return all layouts; with `listed` 0 only the one that the settings state. Raises RefusedError: nothing fits;
+    names the nearest plan that does."""
+    plans = [plan for plan in make_plans(counted, cluster, choices) if listed or plan.layout.is_stated(counted.config)]
+    if not fitting(plans):
         raise refusal(counted, plans, choices)
-    yield from ["", *ranking(plans_that_fit[: best or None]), "", *memory_lines(plans), ""]
-    if best:
-        yield f"best: {plans_that_fit[0].layout.name}"
-    yield from time_lines(plans_that_fit[0])
-    if best:
-        yield ""
-        yield from (f"{number}. {plan.command(recipe)}" for number, plan in enumerate(plans_that_fit[:best], 1))
+    return Plan(counted=counted, cluster=cluster, plans=plans, listed=listed)
 
 
 def best_on(
@@ -210,17 +241,16 @@ def best_on(
     return plan_of_world
 
 
-def dry_run(arguments: Arguments, world: int) -> Iterator[str]:
-    """Yield the plan of a `trp-scale pretrain` command on its ranks, with the shapes of its data. Raises RefusedError:
+def dry_run(arguments: Arguments, world: int) -> Plan:
+    """Return the plan of a `trp-scale pretrain` command on its ranks, with the shapes of its data. Raises RefusedError:
     it does not fit."""
     gpu, assumed = this_gpu()
     config = arguments.config
     set_length(config)
     counted = Counted(config, find_upstream(config).facts(config))
     choices = replace(fixed_layout(arguments), engine=arguments.choose_engine(world))
-    yield from report(counted, Cluster(gpu=gpu, gpus=world), choices)
-    yield "\nassumed:"
-    yield from (f"- {line}" for line in [*assumed, *assumption_lines(gpu)])
+    plan = find_plans(counted, Cluster(gpu=gpu, gpus=world), choices)
+    return replace(plan, assumed=[*assumed, *assumption_lines(gpu)])
 
 
 def this_gpu() -> tuple[Gpu, list[str]]:
@@ -239,6 +269,5 @@ def this_gpu() -> tuple[Gpu, list[str]]:
 def print_dry_run(arguments: Arguments) -> int:
     """Print the plan of `trp-scale pretrain --dry_run` on rank 0."""
     if is_rank_zero_env():
-        for line in dry_run(arguments, discover(os.environ).world):
-            print(line, flush=True)
+        dry_run(arguments, discover(os.environ).world).show()
     return 0

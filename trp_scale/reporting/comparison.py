@@ -6,19 +6,18 @@ from __future__ import annotations
 import csv
 import io
 import statistics
-import sys
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from rich.console import Console
+from rich.console import RenderableType
 from rich.text import Text
 
 from trp_scale.checkpoint.run_directory import METRICS_FILE
 from trp_scale.config import RefusedError
-from trp_scale.console import GIB, Cell, Table, escape_markdown, number_cell
+from trp_scale.console import GIB, Cell, Shown, Table, escape_markdown, number_cell
 from trp_scale.reporting.paired_tests import (
     LEAST_SEEDS,
     LEVEL,
@@ -47,10 +46,7 @@ from trp_scale.training.report import marked_task
 
 Key = TypeVar("Key", bound=Hashable)
 
-BASELINE, THIS_RUN, CONSTANT_COLUMN = "baseline", "this run", "constant"
-
-WIDE = 160
-"""Width of the output without a terminal, as in a log."""
+CONSTANT_COLUMN = "constant"
 
 END_NOTE = (
     "Losses: means over the last tenth of a run's steps, weighted by elements; bold: the lowest. Losses with different "
@@ -88,8 +84,8 @@ class Summary:
     values: list[float | None]
 
 
-@dataclass(kw_only=True)
-class Comparison:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Comparison(Shown):
     """Tasks x runs; the first run is the baseline.
 
     Attributes:
@@ -98,6 +94,8 @@ class Comparison:
         rows: figure of each run by key; `None` if it has none.
         worst: (row, run) of each run's worst task.
         differences: of the later runs from the baseline, by row; `None` if a figure is missing.
+        training: final figures of pre-training runs; then there are no rows.
+        files: written by `trp-scale compare`.
     """
 
     runs: list[str]
@@ -106,6 +104,38 @@ class Comparison:
     worst: set[tuple[RowKey, int]] = field(default_factory=set)
     summaries: list[Summary] = field(default_factory=list)
     differences: dict[RowKey, list[Difference | None]] = field(default_factory=dict)
+    training: Table | None = None
+    files: Sequence[Path] = ()
+
+    @property
+    def table(self) -> dict[str, list[Any]]:
+        """Columns (CSV_COLUMNS) with an entry for each task and run, as `pandas.DataFrame` reads them; for pre-training
+        runs, their final figures with an entry for each run."""
+        if self.training is not None:
+            _, *rows = self.training.cells()
+            figures = {
+                name.text: [
+                    None if cell.text == "-" else cell.text if cell.order is None else cell.order for cell in row
+                ]
+                for name, *row in rows
+            }
+            return {"run": self.runs, **figures}
+        entries = [
+            _entry(self, key, number, task)
+            for key, row in self.rows.items()
+            for number, task in enumerate(row)
+            if task is not None
+        ]
+        return {name: [entry[column] for entry in entries] for column, name in enumerate(CSV_COLUMNS)}
+
+    def parts(self) -> Iterator[RenderableType]:
+        """Yield figures, differences from the first run, notes, and the files."""
+        if self.rows:
+            yield from (table.to_rich() for table in result_tables(self))
+            yield from (Text(line, style="dim") for line in legend(self))
+        if self.training is not None:
+            yield from self.training.parts()
+        yield from map(str, self.files)
 
     def constant(self, key: RowKey) -> float | None:
         """Return the metric of the best constant prediction, from the first run that stores it."""
@@ -136,20 +166,23 @@ def compare_results(named: Mapping[str, Results]) -> Comparison:
     task of a run is found among comparable judged tasks (`judged_together`) if there are two or more. Raises
     RefusedError if a run has a figure twice."""
     rows = _rows(named)
-    comparison = Comparison(
-        runs=list(named),
-        sources=[(results.encoder or "scratch", results.recipe) for results in named.values()],
-        rows=rows,
-        differences=_differences(rows),
-    )
+    worst: set[tuple[RowKey, int]] = set()
+    summaries: list[Summary] = []
     for keys in _kinds(rows):
         for run in range(len(named)):
             tasks = {key: task for key in keys if (task := rows[key][run]) is not None and task.judged}
             if len(tasks) > 1:
-                comparison.worst.add((find_worst(tasks), run))
+                worst.add((find_worst(tasks), run))
         if len(keys) > 1 and not keys[0].lower_is_better:
-            comparison.summaries += _summaries(keys, rows)
-    return comparison
+            summaries += _summaries(keys, rows)
+    return Comparison(
+        runs=list(named),
+        sources=[(results.encoder or "scratch", results.recipe) for results in named.values()],
+        rows=rows,
+        worst=worst,
+        summaries=summaries,
+        differences=_differences(rows),
+    )
 
 
 def find_worst(tasks: Mapping[Key, TaskResult]) -> Key:
@@ -228,21 +261,6 @@ def names(runs: Sequence[Path]) -> list[str]:
     raise AssertionError("different paths have different parts")
 
 
-def print_results(results: Results, baseline: Results | None = None) -> None:
-    """Print the table of one run, or its comparison with a baseline."""
-    named = {THIS_RUN: results} if baseline is None else {BASELINE: baseline, THIS_RUN: results}
-    print_comparison(compare_results(named))
-
-
-def print_comparison(comparison: Comparison, console: Console | None = None) -> None:
-    """Print figures, differences from the first run, and notes."""
-    console = console or (Console() if sys.stdout.isatty() else Console(width=WIDE))
-    for table in result_tables(comparison):
-        console.print(table.to_rich())
-    for line in legend(comparison):
-        console.print(Text(line, style="dim"))
-
-
 def result_tables(comparison: Comparison) -> list[Table]:
     """Return the table of figures, a table of groups for each task with groups and, for several runs, the table of
     differences."""
@@ -286,27 +304,30 @@ def to_csv(comparison: Comparison) -> str:
     """Return one line per figure in full precision; the baseline has no differences."""
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
-    writer.writerow(CSV_COLUMNS)
-    for key, row in comparison.rows.items():
-        for number, task in enumerate(row):
-            if task is not None:
-                writer.writerow(_csv_line(comparison, key, number, task))
+    table = comparison.table
+    writer.writerow(table)
+    writer.writerows(map(_csv_cell, entry) for entry in zip(*table.values(), strict=True))
     return file.getvalue()
 
 
-def _csv_line(comparison: Comparison, key: RowKey, number: int, task: TaskResult) -> list[object]:
+def _entry(comparison: Comparison, key: RowKey, number: int, task: TaskResult) -> list[Any]:
+    """Return the values of CSV_COLUMNS; `None` where one is missing."""
     difference = comparison.differences[key][number - 1] if number else None
     test = None if difference is None else difference.test
     return [
-        *(key.task, key.metric, str(key.lower_is_better).lower(), key.split, comparison.runs[number]),
-        *comparison.sources[number],
-        *(" ".join(map(str, task.seeds)), " ".join(map(repr, task.values)), repr(task.mean), repr(task.spread)),
-        str((key, number) in comparison.worst).lower(),
-        "" if difference is None else repr(difference.value),
-        *(("", "", "") if test is None else (test.seeds, test.test, repr(test.p))),
-        "" if difference is None or difference.corrected is None else repr(difference.corrected),
-        "" if task.count is None else task.count,
+        *(key.task, key.metric, key.lower_is_better, key.split, comparison.runs[number], *comparison.sources[number]),
+        *(task.seeds, task.values, task.mean, task.spread, (key, number) in comparison.worst),
+        None if difference is None else difference.value,
+        *((None, None, None) if test is None else (test.seeds, test.test, test.p)),
+        None if difference is None else difference.corrected,
+        task.count,
     ]
+
+
+def _csv_cell(value: object) -> str:
+    if isinstance(value, list):
+        return " ".join(map(repr, value))
+    return "" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _figures(comparison: Comparison) -> Table:
@@ -440,26 +461,25 @@ def _notes_on_tests(comparison: Comparison) -> list[str]:
     return notes
 
 
-def compare(runs: Sequence[Path], *, markdown_file: Path | None = None, csv_file: Path | None = None) -> None:
-    """Print the results of the runs; also write them as Markdown and CSV if files are given. Without any results.json,
-    print the final losses and speeds of pre-training runs. Raises RefusedError for a directory without results.json
+def compare(runs: Sequence[Path], *, markdown_file: Path | None = None, csv_file: Path | None = None) -> Comparison:
+    """Compare the results of the runs; also write them as Markdown and CSV if files are given. Without results.json,
+    compare the final losses and speeds of pre-training runs. Raises RefusedError for a directory without results.json
     among others that have it, a repeated directory, or a file that cannot be written."""
     if not runs:
         raise RefusedError("no run is given; expected: one or more directories with results.json or metrics.jsonl")
     named = dict(zip(names(runs), runs, strict=True))
+    outputs = {path: text for path, text in ((markdown_file, to_markdown), (csv_file, to_csv)) if path is not None}
     if any((path / METRICS_FILE).is_file() for path in runs) and not any(
         (path / RESULTS_FILE).is_file() for path in runs
     ):
-        if output := markdown_file or csv_file:
-            raise RefusedError(f"{output}: {runs[0]} has no results.json; allowed: --html FILE, or neither")
-        training_table({name: read_run(path) for name, path in named.items()}).print()
-        return
+        for path in outputs:
+            raise RefusedError(f"{path}: {runs[0]} has no results.json; allowed: --html FILE, or neither")
+        training = training_table({name: read_run(path) for name, path in named.items()})
+        return Comparison(runs=list(named), sources=[], rows={}, training=training)
     comparison = compare_results({name: read_results(path) for name, path in named.items()})
-    print_comparison(comparison)
-    for path, text in ((markdown_file, to_markdown), (csv_file, to_csv)):
-        if path is not None:
-            write_output(path, text(comparison))
-            print(path)
+    for path, text in outputs.items():
+        write_output(path, text(comparison))
+    return replace(comparison, files=list(outputs))
 
 
 def training_table(runs: Mapping[str, RunRecord]) -> Table:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from trp_scale.checkpoint.run_directory import METRICS_FILE
@@ -48,8 +48,8 @@ class ComparedRuns:
 
 def compare_as_page(
     directories: Sequence[Path], page: Path, *, markdown_file: Path | None = None, csv_file: Path | None = None
-) -> None:
-    """Print the comparison of the runs with results.json and write a page of all runs. Raises RefusedError for a
+) -> Comparison:
+    """Compare the runs with results.json and write a page of all runs. Raises RefusedError for a
     directory without results.json and metrics.jsonl, a repeated directory, missing plotly, or a file that cannot be
     written."""
     plotly_source()  # fails before the runs are read
@@ -60,8 +60,9 @@ def compare_as_page(
                 f"{path} has neither {RESULTS_FILE} nor {METRICS_FILE}; allowed: directories of trp-scale pretrain, "
                 "finetune, evaluate or probe"
             )
+    comparison = Comparison(runs=[], sources=[], rows={})
     if judged or markdown_file is not None or csv_file is not None:
-        compare(judged, markdown_file=markdown_file, csv_file=csv_file)
+        comparison = compare(judged, markdown_file=markdown_file, csv_file=csv_file)
     named = dict(zip(names(directories), directories, strict=True))
     results = {name: read_results(path) for name, path in named.items() if path in judged}
     compared = ComparedRuns(
@@ -70,7 +71,7 @@ def compare_as_page(
         colour_of=colours(named),
     )
     write_output(page, page_text(comparison_page(compared)), "--html ")
-    print(page)
+    return replace(comparison, files=[*comparison.files, page])
 
 
 def comparison_page(compared: ComparedRuns) -> Page:

@@ -28,7 +28,7 @@ CONSTANT = "constant_"
 """Prefix of metrics of the best constant prediction, which is the same for all rows."""
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class SeedResult:
     """Result of one run on one task; fields as in TaskResult, and:
 
@@ -53,7 +53,7 @@ class SeedResult:
     judged: bool = True
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class TaskResult:
     """Results of one task over seeds.
 
@@ -101,7 +101,7 @@ def _count_measured(detail: Mapping[str, Any]) -> int | None:
     return sum(count for count in parts if count is not None) or None
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Results:
     """Results of one `trp-scale finetune`, `evaluate` or `probe`.
 

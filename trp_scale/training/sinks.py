@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import math
 import re
 import secrets
 import textwrap
@@ -19,6 +20,7 @@ from trp_scale.checkpoint.run_directory import PICTURES, SET_ASIDE
 from trp_scale.config import Config, RefusedError
 from trp_scale.config.files import read_lines
 from trp_scale.errors import error_text
+from trp_scale.training.metrics import read_metrics
 from trp_scale.training.report import REPORT_FILE
 
 WANDB_ID_FILE = "wandb_id.txt"
@@ -77,6 +79,22 @@ def flatten(line: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
         elif isinstance(value, (bool, int, float)):
             flat[prefix + name] = float(value)
     return flat
+
+
+def read_columns(run_dir: Path) -> dict[str, list[float]]:
+    """Return the numbers of metrics.jsonl as columns by the names of `flatten`, with an entry for each logged step, NaN
+    without a value. After a rollback the repeated steps replace the earlier ones. Raises as `read_metrics`."""
+    rows: list[dict[str, float]] = []
+    for line in read_metrics(run_dir):
+        step = line["step"]
+        if "tasks" in line:  # others belong to a step that is logged
+            while rows and rows[-1]["step"] >= step:
+                rows.pop()
+        if not rows or rows[-1]["step"] < step:
+            rows.append({})
+        rows[-1] |= {**flatten(line), "step": step}
+    names = dict.fromkeys(name for row in rows for name in row)
+    return {name: [row.get(name, math.nan) for row in rows] for name in names}
 
 
 def require(package: str, extra: str, flag: str) -> None:

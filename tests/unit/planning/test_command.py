@@ -66,6 +66,6 @@ def test_a_dry_run_plans_the_very_command_and_writes_nothing(
 
 def test_a_dry_run_plans_cut_matrices(tmp_path: Path, text_dataset: Path) -> None:
     words = flags(text_dataset, tmp_path / "run", engine="megatron", megatron__tensor_parallel=2)
-    printed = "\n".join(dry_run(parse(words), 4))
+    printed = str(dry_run(parse(words), 4))
     assert "| megatron TP 2 " in printed and "megatron TP 1" not in printed
     assert "4 x a100-80 in 1 node" in printed

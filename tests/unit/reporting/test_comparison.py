@@ -17,11 +17,11 @@ from trp_scale.cli import main as cli
 from trp_scale.config import RefusedError
 from trp_scale.console import figure_text
 from trp_scale.reporting.comparison import (
+    Comparison,
     RowKey,
     compare,
     compare_results,
     names,
-    print_comparison,
     to_csv,
     to_markdown,
     training_table,
@@ -51,10 +51,10 @@ def key(name: str, metric: str = "accuracy", split: str = "dev", lower: bool = F
     return RowKey(name, metric, split, lower)
 
 
-def text_of(*arguments: Any, width: int = 200) -> str:
+def text_of(comparison: Comparison, width: int = 200) -> str:
     console = Console(file=io.StringIO(), width=width)
     with console.capture() as capture:
-        print_comparison(*arguments, console)
+        comparison.show(console)
     return capture.get()
 
 
@@ -228,8 +228,8 @@ def test_a_figure_that_is_not_a_number_is_refused(tmp_path: Path) -> None:
 
 
 def test_results_of_something_else_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    uneven, words = run(task("x", [0.5, 0.6])), run(task("x", [0.5, 0.6]))
-    uneven.tasks[0].seeds, words.tasks[0].values = [0, 0], ["0.5", "0.6"]  # type: ignore[list-item]
+    good = task("x", [0.5, 0.6])
+    uneven, words = run(replace(good, seeds=[0, 0])), run(replace(good, values=["0.5", "0.6"]))  # type: ignore[list-item]
     for content in ({"tasks": [{"name": "x"}]}, {"tasks": 3}, [1], asdict(uneven), asdict(words)):
         (tmp_path / RESULTS_FILE).write_text(json.dumps(content))
         assert cli.main(["compare", str(tmp_path)]) == 2

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trp_scale.checkpoint.document import read_hooks_state
+from trp_scale.checkpoint.export import while_training
 from trp_scale.checkpoint.format import read_full_state
 from trp_scale.checkpoint.initial_weights import is_run
 from trp_scale.data.hashing import Integers
@@ -43,7 +44,7 @@ from trp_scale.finetuning.measurement import open_run
 from trp_scale.methods.learned_masks.second_levels import FINE_TUNED
 from trp_scale.methods.learned_masks.settings import FineTuningSettings
 from trp_scale.pretraining.mae.settings import MaeConfig
-from trp_scale.reporting.comparison import print_results
+from trp_scale.reporting.measurement import Measurement
 from trp_scale.reporting.results import RESULTS_FILE, Results, SeedResult, join, read_results, write_results
 from trp_scale.training.rundir import create_run_directory
 
@@ -302,8 +303,12 @@ HOURS = 24
 """Timeout of the other ranks, which wait while rank 0 fits the classifiers."""
 
 
-def probe(arguments: ProbeArguments) -> int:
-    """Run `trp-scale probe`; return the exit status, 0."""
+def probe(arguments: ProbeArguments) -> Measurement:
+    """Run `trp-scale probe`; return the result, the same on every rank."""
+    return while_training(lambda: _probe(arguments))
+
+
+def _probe(arguments: ProbeArguments) -> Measurement:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     if arguments.method == "logistic":
         require_scikit_learn()
@@ -326,7 +331,4 @@ def probe(arguments: ProbeArguments) -> int:
             description = image_probe.description
         results = Results(recipe=description, encoder=arguments.from_, tasks=tasks)
         on_rank_zero(world, f"writing {run_dir}", lambda: write_results(run_dir / RESULTS_FILE, results))
-        if world.rank == 0:
-            print_results(results, baseline)
-            print(run_dir / RESULTS_FILE)
-    return 0
+    return Measurement(path=run_dir, results=results, baseline=baseline)

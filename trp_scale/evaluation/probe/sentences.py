@@ -91,7 +91,7 @@ def _probe(encoder: TextEncoder, root: Path, task: str, arguments: ProbeArgument
             right.append(answers == labels)
             for figure, compute in FIGURES[task].items():
                 metrics[figure_name(figure, name)] = compute(answers, labels)
-        detail: dict[str, Any] = {"rows": len(rows)}
+        detail: dict[str, Any] = {"rows": sum(map(len, right)), "training_rows": len(rows)}
         if arguments.groups:
             names = [group for examples in data.measured.values() for group in examples.groups]
             groups = Groups.from_names(arguments.groups, arguments.least_group, names)

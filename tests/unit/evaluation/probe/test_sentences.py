@@ -59,7 +59,7 @@ def test_rows_are_drawn_by_the_seed_each_label_alike() -> None:
 def test_vectors_that_hold_the_label_give_all_of_it(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    root = write_cola(tmp_path / "glue", 60, 30)
+    root = write_cola(tmp_path / "glue", 60, 32)
     texts = [
         line.split("\t") for name in ("train", "dev") for line in (root / f"CoLA/{name}.tsv").read_text().splitlines()
     ]
@@ -73,6 +73,7 @@ def test_vectors_that_hold_the_label_give_all_of_it(
     (honest,) = read_results(tmp_path / "honest").tasks
     assert (honest.metric, honest.split, honest.seeds) == ("matthews", "dev", [0, 1])
     assert max(honest.values) < 0.9
+    assert (honest.count, honest.detail[0]["training_rows"]) == (32, 30), "measured, trained on"
     monkeypatch.setattr(module, "sentence_vectors", telling)
     assert cli.main([*command, "--run_dir", str(tmp_path / "told")]) == 0
     (perfect,) = read_results(tmp_path / "told").tasks
