@@ -13,7 +13,7 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -67,13 +67,12 @@ WIDE = 160
 
 
 class Shown:
-    """Base of the results of commands: `show` prints one as its command does, and its text is the same.
+    """Base of the results of commands: `show` prints one as its command does, and its text is the same."""
 
-    Attributes:
-        width: of the output without a terminal.
-    """
-
-    width: ClassVar[int] = WIDE
+    @property
+    def width(self) -> int:
+        """Width of the output without a terminal."""
+        return WIDE
 
     def parts(self) -> Iterator[RenderableType]:
         """Yield tables and lines."""
@@ -118,7 +117,10 @@ class Table(Shown):
     words: int = 1
     marked: tuple[int, ...] = ()
     notes: Sequence[str] = ()
-    width: ClassVar[int] = 80
+
+    @property
+    def width(self) -> int:
+        return 80
 
     def cells(self) -> Iterator[list[Cell]]:
         """Yield the head, then each row."""

@@ -440,6 +440,17 @@ def test_a_stopped_call_says_why_and_the_same_call_goes_on(image_dataset: Path, 
     assert trp.finetune("scratch", "classification_tiny", **settings).finished
 
 
+def test_runs_of_pretraining_are_compared_by_their_final_figures(
+    pretrained: trp.Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    compared = trp.compare(pretrained)
+    capsys.readouterr()
+    assert cli.main(["compare", str(pretrained.path)]) == 0
+    assert capsys.readouterr().out.split() == str(compared).split()
+    report, table = pretrained.report(), compared.table
+    assert table["reconstruction"] == [report.losses["reconstruction"]] and table["end"] == ["finished"]
+
+
 def test_a_probe_an_export_and_a_plan_have_what_the_commands_print(
     pretrained: trp.Run, image_dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

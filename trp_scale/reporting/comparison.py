@@ -128,6 +128,10 @@ class Comparison(Shown):
         ]
         return {name: [entry[column] for entry in entries] for column, name in enumerate(CSV_COLUMNS)}
 
+    @property
+    def width(self) -> int:
+        return super().width if self.training is None else self.training.width
+
     def parts(self) -> Iterator[RenderableType]:
         """Yield figures, differences from the first run, notes, and the files."""
         if self.rows:

@@ -10,11 +10,11 @@ from typing import get_type_hints
 
 import pytest
 
-from trp_scale.config import RefusedError, TextModelConfig
+from trp_scale.config import PretrainConfig, RefusedError, TextModelConfig
 from trp_scale.config.finetuning import FinetuneConfig
 from trp_scale.config.loader import load_recipe
 from trp_scale.config.registry import make_settings
-from trp_scale.config.run_flags import Arguments, make_arguments, parse, parse_run
+from trp_scale.config.run_flags import Arguments, check_pretrain, make_arguments, parse, parse_run
 from trp_scale.config.schema import setting_name
 from trp_scale.config.settings import sections
 from trp_scale.finetuning.arguments import FinetuneArguments
@@ -201,6 +201,7 @@ def test_epochs_are_of_pretraining_only() -> None:
 def test_python_refuses_both_settings_of_a_pair_too() -> None:
     settings = {"training": {"epochs": 1, "steps": 5}}
     with pytest.raises(RefusedError, match=r"--training\.epochs is 1 .*--training\.steps"):
-        make_arguments(Arguments(recipe="pos_bert_tiny"), None, settings)
-    arguments = make_arguments(Arguments(recipe="pos_bert_tiny"), None, {"optimizer": {"base_lr": 0.5}})
+        make_arguments({"recipe": "pos_bert_tiny", **settings}, Arguments, PretrainConfig, prog="pretrain")
+    values = {"recipe": "pos_bert_tiny", "optimizer": {"base_lr": 0.5}}
+    arguments = check_pretrain(make_arguments(values, Arguments, PretrainConfig, prog="pretrain"))
     assert arguments.config.optimizer.lr == 0.5 * arguments.config.batch.global_size / 256
