@@ -167,7 +167,7 @@ def test_data_that_was_changed_is_not_taken_for_the_run_s_own(
 
 
 def test_images_that_were_learned_from_are_noted_and_a_seed_that_was_refused_is_passed_over(
-    tuned: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tuned: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Another task's seed was refused and left an empty directory."""
     refused = tuned / "other" / "seed_0"
@@ -178,7 +178,7 @@ def test_images_that_were_learned_from_are_noted_and_a_seed_that_was_refused_is_
     finally:
         refused.rmdir()
         refused.parent.rmdir()
-    assert f"10 images of {seen}" in capsys.readouterr().out
+    assert f"10 images of {seen}" in caplog.text
     assert [task.task for task in read_results(tmp_path / "out").tasks] == ["classification"]
 
 
