@@ -34,7 +34,7 @@ from tests.unit.models.multimae_peer import random_weights
 from trp_scale.checkpoint.export import find_checkpoint
 from trp_scale.checkpoint.format import read_full_state
 from trp_scale.checkpoint.initial_weights import read_given_weights
-from trp_scale.config import Config, RefusedError
+from trp_scale.config import Config, PretrainConfig, RefusedError
 from trp_scale.config.loader import load_recipe
 from trp_scale.config.run_flags import Arguments, make_arguments, parse
 from trp_scale.models.patches import CHANNEL_DEVIATION, CHANNEL_MEAN, patchify
@@ -404,10 +404,10 @@ def test_a_plan_and_printed_settings_have_the_sizes_of_the_file(
     arguments = ["--recipe", "mae_tiny", "--model.weights", str(tmp_path), "--crops.size", str(SIDE)]
     assert_sizes(parse_plan(arguments).config)
     sections: dict[str, Any] = {"model": {"weights": str(tmp_path)}, "crops": {"size": SIDE}, "data": {"path": "none"}}
-    assert_sizes(make_arguments(Arguments(recipe="mae_tiny"), None, sections).config)
+    assert_sizes(make_arguments({"recipe": "mae_tiny", **sections}, Arguments, PretrainConfig, prog="pretrain").config)
     with pytest.raises(RefusedError, match=r"--model.heads is 2, there 4"):
         sections["model"]["heads"] = 2
-        make_arguments(Arguments(recipe="mae_tiny"), None, sections)
+        make_arguments({"recipe": "mae_tiny", **sections}, Arguments, PretrainConfig, prog="pretrain")
     assert main(["pretrain", *arguments, "--data.path", "none", "--print_config"]) == 0
     printed = capsys.readouterr().out
     assert "hidden_size: 64" in printed and "learned_positions: true" in printed
