@@ -210,7 +210,7 @@ def load(
 
     Args:
         run: result of `pretrain`, a run directory or a checkpoint in it, an export, or a directory of transformers
-            (BERT, ViTMAE) or timm (ViT).
+            (BERT, ModernBERT, ViTMAE) or timm (ViT).
         weights: last, or the average that the hook weight_average kept.
         image_size: images: side in pixels, a multiple of the patch size; 0 = that of pre-training.
         module: modules of the run that are not imported yet.
