@@ -84,10 +84,10 @@ def import_encoder(
         raise ValueError("pos_embed: positions that were learned; set --vision.learned_positions True")
     if weights.order not in (None, order):
         raise ValueError(f"pos_embed: the order is {weights.order}; set --vision.position_order {weights.order}")
-    ours = {_part(name) for name in parameters} - (
+    ours = {find_part(name) for name in parameters} - (
         {"decoder", MASK} if "decoder_embed.weight" not in parameters else set()
     )
-    left_out = [name for name in tensors if _part(name) in OPTIONAL - ours]
+    left_out = [name for name in tensors if find_part(name) in OPTIONAL - ours]
     width = weights.positions.shape[-1]
     if MASK in ours & tensors.keys() and tensors[MASK].shape != parameters[MASK].shape == (width,):
         left_out.append(MASK)  # this model's enters the encoder
@@ -95,8 +95,8 @@ def import_encoder(
         if name in tensors and name not in left_out:
             check_positions(name, tensors.pop(name).float().squeeze(0)[1:], order)
     tensors = {name: tensor for name, tensor in tensors.items() if name not in left_out}
-    required = {"blocks", _part(patch_embed)} | {_part(name) for name in tensors}
-    kept = [name for name in parameters if _part(name) not in required]
+    required = {"blocks", find_part(patch_embed)} | {find_part(name) for name in tensors}
+    kept = [name for name in parameters if find_part(name) not in required]
     check_names(parameters.keys() - kept, tensors)
     check_shapes(parameters, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
     for name, tensor in tensors.items():
@@ -106,7 +106,7 @@ def import_encoder(
         set_value(trained, partial(interpolate, sine_cosine if weights.order else weights.positions, grid))
     lines = {
         "left out": listed_names([*weights.heads, *left_out], 1),
-        "left at their start": listed_names(map(_part, kept)),
+        "left at their start": listed_names(map(find_part, kept)),
         f"positions of {weights.grid} x {weights.grid} patches": ""
         if weights.grid == grid
         else f"{'computed for' if weights.order else 'interpolated to'} {grid} x {grid}",
@@ -120,7 +120,7 @@ OPTIONAL = {"decoder", MASK, "norm"}
 """Parts of a file that a model may lack."""
 
 
-def _part(name: str) -> str:
+def find_part(name: str) -> str:
     """Return the part of a model to which a parameter belongs. A part that a file lacks is left at its start."""
     if is_table(name):
         return "relative tables" if is_encoder(name) else "relative tables of the decoder"

@@ -16,7 +16,7 @@ from trp_scale.config.loader import from_dict
 from trp_scale.config.schema import Fields
 from trp_scale.models.initialise import current_value, set_value
 from trp_scale.pretraining.mae.image_weights import count_blocks, decoder_sizes, read_image_weights
-from trp_scale.pretraining.mae.weights import check_positions, check_timm, import_encoder, write_encoder
+from trp_scale.pretraining.mae.weights import check_positions, check_timm, find_part, import_encoder, write_encoder
 from trp_scale.pretraining.mm_mae.model import MultimodalMaskedAutoencoder
 from trp_scale.pretraining.mm_mae.settings import MmMaeConfig
 
@@ -28,9 +28,6 @@ ADAPTERS = {"rgb": "norm_rgb", "raw_rgb": "rgb", "depth": "depth", "semseg": "se
 
 CHANNELS = {"rgb": 3, "raw_rgb": 3, "depth": 1}
 """Channels of each prediction of pixels; semseg has one per class."""
-
-CLASS_SIZED = (CLASS_EMBEDDING, "decoders.semseg.prediction.weight", "decoders.semseg.prediction.bias")
-"""Parameters whose size depends on the number of classes."""
 
 CLASSES = "map_classes"
 """In `CheckpointDocument.extra`: number of classes of each modality's maps, which set model shapes."""
@@ -90,8 +87,8 @@ def load_multimae(
     a line on each difference.
 
     Tasks and modalities that this model lacks are left out; those that MultiMAE's lacks keep their initial weights.
-    MultiMAE has no vector for void labels, which keep theirs, and no embedding of a predicted modality that is not an
-    input, which becomes 0.
+    MultiMAE has no vector for void labels, which keep theirs. Embeddings of a modality that is no input, in this model
+    or in MultiMAE's, become 0.
 
     Raises:
         ValueError: names are missing, unexpected or of another shape, positions differ, or the model has an encoder
@@ -114,38 +111,23 @@ def load_multimae(
             check_positions(name, tensor.float().squeeze(0).flatten(1).T, model.position_order)
         else:
             tensors[name] = tensor
-    absent = {
-        name: parameter
-        for name, parameter in model.named_parameters()
-        if name.startswith("decoders.")
-        and name.endswith("_embedding")
-        and name.rpartition(".")[2].removesuffix("_embedding") not in model.inputs
-    }
-    kept, names, other_classes = _absent_from_file(model, tensors), weight_names(model), []
-    left_out = [name for name in state if name not in tensors and not name.endswith(f".{POSITIONS}")]
-    for name in CLASS_SIZED:
-        sources = [tensors[key].to("meta") for key in names.sources(name) if key in tensors] if names.has(name) else []
-        if sources and names.to_ours(name, sources).shape != model.get_parameter(name).shape:
-            other_classes.append(name)
-            tensors = {key: tensor for key, tensor in tensors.items() if key not in names.sources(name)}
-    names.import_weights(model, tensors, kept={*absent, *kept, *other_classes})
-    for parameter in absent.values():
+    names, parameters = weight_names(model), dict(model.named_parameters())
+    present = {find_part(name) for name in parameters if any(source in tensors for source in names.sources(name))}
+    kept = [name for name in parameters if find_part(name) not in present]
+    unknown = {name: parameter for name, parameter in parameters.items() if _embeds_absent(name, model.inputs, present)}
+    names.import_weights(model, tensors, kept={*unknown, *kept})
+    for parameter in unknown.values():
         set_value(parameter, lambda: 0.0)
-    lines = {
-        "left out": listed_names(left_out),
-        "left at their start": listed_names(sorted(kept)),
-        "left at their start, since the classes are others": listed_names(other_classes, 3),
-    }
+    left_out = [name for name in state if name not in tensors and not name.endswith(f".{POSITIONS}")]
+    lines = {"left out": listed_names(left_out), "left at their start": listed_names(kept)}
     return [f"{what}: {listed}" for what, listed in lines.items() if listed]
 
 
-def _absent_from_file(model: MultimodalMaskedAutoencoder, tensors: Collection[str]) -> set[str]:
-    """Return the parameters of modalities and tasks of which MultiMAE has no tensors."""
-    parts = {f"tokenisers.{name}.": f"{INPUTS}.{name}." for name in model.inputs}
-    parts |= {f"decoders.{task}.": f"{OUTPUTS}.{ADAPTERS.get(task, task)}." for task in model.outputs}
-    absent = tuple(ours for ours, theirs in parts.items() if not any(name.startswith(theirs) for name in tensors))
-    embeddings = tuple(f".{name}_embedding" for name in model.inputs if f"tokenisers.{name}." in absent)
-    return {name for name, _ in model.named_parameters() if name.startswith(absent) or name.endswith(embeddings)}
+def _embeds_absent(name: str, inputs: Collection[str], present: Collection[str]) -> bool:
+    """Return whether a parameter is a decoder's embedding of a modality that is no input, here or in MultiMAE."""
+    modality = name.rpartition(".")[2].removesuffix("_embedding")
+    is_embedding = name.startswith("decoders.") and name.endswith("_embedding")
+    return is_embedding and (modality not in inputs or f"tokenisers.{modality}" not in present)
 
 
 def sizes_from_weights(source: GivenWeights) -> dict[tuple[str, str], Any]:
