@@ -27,7 +27,7 @@ from trp_scale.errors import RefusedError
 if TYPE_CHECKING:
     from trp_scale.evaluation.encoders import Encoder
     from trp_scale.evaluation.reports import Exported, Report
-    from trp_scale.planning.command import Plan
+    from trp_scale.planning.command import RunPlan
     from trp_scale.reporting.comparison import Comparison
     from trp_scale.reporting.measurement import Measurement
 
@@ -169,7 +169,7 @@ def probe(encoder: StrPath, **flags: Any) -> Measurement:
 def report(run: StrPath | None = None, **flags: Any) -> Report:
     """Report on a run (`None` = the newest in runs/) and write its page, RUN/report.html, as `trp-scale report` does; a
     notebook shows the page. `flags`: the command's other flags, such as `pictures="drawn"`."""
-    from trp_scale.evaluation.report_arguments import ReportArguments
+    from trp_scale.evaluation.arguments import ReportArguments
     from trp_scale.evaluation.reports import report as make
 
     return make(_flags("report", ReportArguments, {"run": run, **flags}))
@@ -178,7 +178,7 @@ def report(run: StrPath | None = None, **flags: Any) -> Report:
 def compare(runs: StrPath | Sequence[StrPath], **flags: Any) -> Comparison:
     """Compare results or directories of runs with the first, as `trp-scale compare` does. `flags`: the command's other
     flags, such as `html="compared.html", csv="compared.csv"`."""
-    from trp_scale.evaluation.report_arguments import CompareArguments
+    from trp_scale.evaluation.arguments import CompareArguments
     from trp_scale.evaluation.reports import compare as put_side_by_side
 
     return put_side_by_side(_flags("compare", CompareArguments, {"runs": _paths(runs), **flags}))
@@ -187,13 +187,13 @@ def compare(runs: StrPath | Sequence[StrPath], **flags: Any) -> Comparison:
 def export(run: StrPath, output: StrPath, **flags: Any) -> Exported:
     """Write a run's weights to a directory that transformers or timm loads, as `trp-scale export` does. `flags`: the
     command's other flags, such as `to="timm", image_size=64`."""
-    from trp_scale.evaluation.report_arguments import ExportArguments
+    from trp_scale.evaluation.arguments import ExportArguments
     from trp_scale.evaluation.reports import export as write
 
     return write(_flags("export", ExportArguments, {"run": run, "output": output, **flags}))
 
 
-def plan(recipe: StrPath, *, module: StrPath | Sequence[StrPath] = (), **settings: Any) -> Plan:
+def plan(recipe: StrPath, *, module: StrPath | Sequence[StrPath] = (), **settings: Any) -> RunPlan:
     """Predict memory and time of a pre-training run on a cluster, and its best layout, as `trp-scale plan` does.
     `settings`: as for `pretrain`, and the command's other flags, such as `gpus=64, gpu="h100", predict="8,64"`."""
     from trp_scale.planning.clusters import PlanArguments, check_plan

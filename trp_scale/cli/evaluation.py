@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 def report(argv: Sequence[str]) -> int:
     """`trp-scale report`."""
-    from trp_scale.evaluation.report_arguments import ReportArguments
+    from trp_scale.evaluation.arguments import ReportArguments
 
     arguments = read(ReportArguments, argv, prog="trp-scale report")
     from trp_scale.evaluation.reports import report as make
@@ -111,7 +111,7 @@ def represent(argv: Sequence[str]) -> int:
 
 def compare(argv: Sequence[str]) -> int:
     """`trp-scale compare`."""
-    from trp_scale.evaluation.report_arguments import CompareArguments
+    from trp_scale.evaluation.arguments import CompareArguments
 
     arguments = read(CompareArguments, argv, prog="trp-scale compare")
     from trp_scale.evaluation.reports import compare as put_side_by_side
@@ -122,7 +122,7 @@ def compare(argv: Sequence[str]) -> int:
 
 def export(argv: Sequence[str]) -> int:
     """`trp-scale export`."""
-    from trp_scale.evaluation.report_arguments import ExportArguments
+    from trp_scale.evaluation.arguments import ExportArguments
 
     arguments = read(ExportArguments, argv, prog="trp-scale export")
     from trp_scale.evaluation.reports import export as write

@@ -14,7 +14,7 @@ from trp_scale.checkpoint.export import export as export_weights
 from trp_scale.checkpoint.export import loading_call, while_training
 from trp_scale.console import Shown
 from trp_scale.errors import RefusedError
-from trp_scale.evaluation.report_arguments import CompareArguments, ExportArguments, ReportArguments
+from trp_scale.evaluation.arguments import CompareArguments, ExportArguments, ReportArguments
 from trp_scale.reporting.comparison import Comparison
 from trp_scale.reporting.comparison import compare as compare_runs
 from trp_scale.reporting.comparison_page import compare_as_page

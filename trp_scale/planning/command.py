@@ -136,7 +136,7 @@ def assumption_lines(gpu: clusters.Gpu) -> list[str]:
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class Plan(Shown):
+class RunPlan(Shown):
     """Layouts of a run on a cluster.
 
     Attributes:
@@ -177,7 +177,7 @@ class Plan(Shown):
         yield from (f"- {line}" for line in self.assumed)
 
 
-def plan(arguments: PlanArguments) -> Plan:
+def plan(arguments: PlanArguments) -> RunPlan:
     """Run `trp-scale plan`. Raises RefusedError: nothing fits; names the nearest plan that does."""
     facts, whence = read_data_facts(arguments)
     counted = Counted(arguments.config, facts)
@@ -216,13 +216,13 @@ def fixed_layout(arguments: Arguments) -> LayoutChoice:
     return LayoutChoice(engine="deepspeed", document=ds_config.read(arguments.ds_config), path=str(arguments.ds_config))
 
 
-def find_plans(counted: Counted, cluster: Cluster, choices: LayoutChoice, *, listed: int = 0) -> Plan:
+def find_plans(counted: Counted, cluster: Cluster, choices: LayoutChoice, *, listed: int = 0) -> RunPlan:
     """Return all layouts; with `listed` 0 only the one that the settings state. Raises RefusedError: nothing fits;
     names the nearest plan that does."""
     plans = [plan for plan in make_plans(counted, cluster, choices) if listed or plan.layout.is_stated(counted.config)]
     if not fitting(plans):
         raise refusal(counted, plans, choices)
-    return Plan(counted=counted, cluster=cluster, plans=plans, listed=listed)
+    return RunPlan(counted=counted, cluster=cluster, plans=plans, listed=listed)
 
 
 def best_on(
@@ -241,7 +241,7 @@ def best_on(
     return plan_of_world
 
 
-def dry_run(arguments: Arguments, world: int) -> Plan:
+def dry_run(arguments: Arguments, world: int) -> RunPlan:
     """Return the plan of a `trp-scale pretrain` command on its ranks, with the shapes of its data. Raises RefusedError:
     it does not fit."""
     gpu, assumed = this_gpu()

@@ -6,7 +6,7 @@ A row attends only to itself, and its positions start at 0. With pooling class t
 from __future__ import annotations
 
 import re
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,8 +19,27 @@ from trp_scale.models.initialise import initialise, initialise_modern
 from trp_scale.pretraining.pos_bert.model import LastLayer, bert_config
 from trp_scale.pretraining.pos_bert.modern import ModernEncoder, ModernTransform, outside_flops
 
-INPUTS = ("tokens", "token_types", "positions", "row_ids", "first_positions", "slots")
-"""Fields of a batch that the model reads, in the order of its arguments."""
+
+class PackedRows(NamedTuple):
+    """Fields of a batch that the model reads, R rows packed into Q sequences, in the order of its arguments.
+
+    Attributes:
+        tokens, token_types: [Q, W] int64.
+        positions: [Q, W] int64, position of a token in its row.
+        row_ids: [Q, W] int64, row of a token; -1 for padding.
+        first_positions: [Q, S] int64, first position of each row of a sequence; 0 for unused slots.
+        slots: [R] int64, index of each row in the flattened first_positions.
+    """
+
+    tokens: Tensor
+    token_types: Tensor
+    positions: Tensor
+    row_ids: Tensor
+    first_positions: Tensor
+    slots: Tensor
+
+
+INPUTS = PackedRows._fields
 
 BLOCK = re.compile(r"\w+\.(?:embeddings|(?:encoder\.layer|layers)\.(\d+))\.")
 """Start of the name of a parameter of the embeddings or of a block, with the block's number."""
@@ -68,44 +87,20 @@ class SentenceClassifier(nn.Module):
         values = {name: value.detach() for name, value in self.named_parameters() if name.startswith(kept)}
         load_weights(self, values | {name: weights[source] for name, source in names.items()}, where)
 
-    def forward(
-        self,
-        tokens: Tensor,
-        token_types: Tensor,
-        positions: Tensor,
-        row_ids: Tensor,
-        first_positions: Tensor,
-        slots: Tensor,
-    ) -> Tensor:
-        """Compute logits [R, C], or scores [R, 1], of R rows packed into Q sequences.
-
-        Args:
-            tokens, token_types: [Q, W] int64.
-            positions: [Q, W] int64, position of a token in its row.
-            row_ids: [Q, W] int64, row of a token; -1 for padding.
-            first_positions: [Q, S] int64, first position of each row of a sequence; 0 for unused slots.
-            slots: [R] int64, index of each row in the flattened first_positions.
-        """
-        everywhere = torch.arange(tokens.shape[1], device=tokens.device).expand(len(tokens), -1)  # [Q, W]
-        chosen = everywhere if self.mean else first_positions
-        hidden = self.encode(tokens, token_types, positions, row_ids, first_positions, chosen).flatten(0, 1)
+    def forward(self, *inputs: Tensor) -> Tensor:
+        """Compute logits [R, C], or scores [R, 1], of the fields of `PackedRows`."""
+        rows = PackedRows(*inputs)
+        everywhere = torch.arange(rows.tokens.shape[1], device=rows.tokens.device).expand_as(rows.tokens)  # [Q, W]
+        hidden = self.encode(rows, everywhere if self.mean else rows.first_positions).flatten(0, 1)
         if self.mean:
-            rows = torch.arange(len(slots), device=tokens.device)[:, None]
-            mine = (row_ids.flatten() == rows).to(hidden.dtype)  # [R, Q W]
+            numbers = torch.arange(len(rows.slots), device=hidden.device)[:, None]
+            mine = (rows.row_ids.flatten() == numbers).to(hidden.dtype)  # [R, Q W]
             read = mine @ hidden / mine.sum(1, keepdim=True)  # [R, D]
         else:
-            read = hidden[slots]  # [R, D]
+            read = hidden[rows.slots]  # [R, D]
         return self.classifier(self.dropout(self.pool(read)))  # type: ignore[no-any-return]
 
-    def encode(
-        self,
-        tokens: Tensor,
-        token_types: Tensor,
-        positions: Tensor,
-        row_ids: Tensor,
-        first_positions: Tensor,
-        chosen: Tensor,
-    ) -> Tensor:
+    def encode(self, rows: PackedRows, chosen: Tensor) -> Tensor:
         """Return the encoder's hidden states at positions `chosen` [Q, S or W] of the sequences, [Q, S or W, D]."""
         raise NotImplementedError
 
@@ -139,17 +134,11 @@ class BertClassifier(SentenceClassifier):
     def layers(self) -> nn.ModuleList:
         return self.bert.encoder.layer  # type: ignore[no-any-return]
 
-    def encode(
-        self,
-        tokens: Tensor,
-        token_types: Tensor,
-        positions: Tensor,
-        row_ids: Tensor,
-        first_positions: Tensor,
-        chosen: Tensor,
-    ) -> Tensor:
-        same_row = row_ids[:, :, None] == row_ids[:, None, :]  # [Q, W, W]
-        hidden = self.bert.embeddings(input_ids=tokens, token_type_ids=token_types, position_ids=positions)  # [Q, W, D]
+    def encode(self, rows: PackedRows, chosen: Tensor) -> Tensor:
+        same_row = rows.row_ids[:, :, None] == rows.row_ids[:, None, :]  # [Q, W, W]
+        hidden = self.bert.embeddings(
+            input_ids=rows.tokens, token_type_ids=rows.token_types, position_ids=rows.positions
+        )  # [Q, W, D]
         *layers, last = self.layers
         for layer in layers:
             hidden = layer(hidden, same_row[:, None])
@@ -181,18 +170,10 @@ class ModernClassifier(SentenceClassifier):
     def layers(self) -> nn.ModuleList:
         return self.model.layers
 
-    def encode(
-        self,
-        tokens: Tensor,
-        token_types: Tensor,
-        positions: Tensor,
-        row_ids: Tensor,
-        first_positions: Tensor,
-        chosen: Tensor,
-    ) -> Tensor:
-        following = F.pad(first_positions[:, 1:], (0, 1))  # [Q, S]; rows of a sequence follow one another
-        filled = (row_ids >= 0).sum(1, keepdim=True)  # [Q, 1]
-        return self.model.encode(tokens, chosen, segment_ends=torch.where(following > 0, following, filled))
+    def encode(self, rows: PackedRows, chosen: Tensor) -> Tensor:
+        following = F.pad(rows.first_positions[:, 1:], (0, 1))  # [Q, S]; rows of a sequence follow one another
+        filled = (rows.row_ids >= 0).sum(1, keepdim=True)  # [Q, 1]
+        return self.model.encode(rows.tokens, chosen, segment_ends=torch.where(following > 0, following, filled))
 
     def pool(self, read: Tensor) -> Tensor:
         return self.head(read)  # type: ignore[no-any-return]
