@@ -104,7 +104,7 @@ def check_launcher(words: Sequence[str]) -> None:
 def check_pretrain(words: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Through the parser that the run itself uses: flags, recipe, values, the DeepSpeed file; weights are not there."""
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr("trp_scale.config.run_flags.resolve_sizes", lambda arguments, chosen: None)
+    monkeypatch.setattr("trp_scale.config.run_flags.resolve_weights", lambda arguments, chosen: None)
     parse(words)
 
 

@@ -7,25 +7,42 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import tyro
 
 from trp_scale.config.flags import ReadsRuns, read
+from trp_scale.config.registry import import_name
+from trp_scale.console import Shown
+from trp_scale.distributed.launchers import discover
+from trp_scale.errors import ExitStatus
+from trp_scale.evaluation.arguments import (
+    CompareArguments,
+    ExportArguments,
+    ReportArguments,
+    RepresentArguments,
+    parse_evaluate,
+    parse_probe,
+)
 
-if TYPE_CHECKING:
-    from trp_scale.reporting.measurement import Measurement
+
+def show(result: Shown) -> int:
+    """Print a result on rank 0; return its exit status, 0 if it has none."""
+    if discover(os.environ).rank == 0:
+        result.show()
+    status: int = getattr(result, "status", ExitStatus.DONE)
+    return status
+
+
+def work_and_show(work: str, arguments: object) -> int:
+    """Import a function, "module:name", call it and show its result; return the exit status."""
+    return show(import_name(work)(arguments))
 
 
 def report(argv: Sequence[str]) -> int:
     """`trp-scale report`."""
-    from trp_scale.evaluation.arguments import ReportArguments
-
     arguments = read(ReportArguments, argv, prog="trp-scale report")
-    from trp_scale.evaluation.reports import report as make
-
-    make(arguments).show()
-    return 0
+    return work_and_show("trp_scale.evaluation.reports:report", arguments)
 
 
 @dataclass(kw_only=True)
@@ -71,37 +88,16 @@ def watch(argv: Sequence[str]) -> int:
 
 def evaluate(argv: Sequence[str]) -> int:
     """`trp-scale evaluate`."""
-    from trp_scale.evaluation.arguments import parse_evaluate
-
-    arguments = parse_evaluate(argv)
-    from trp_scale.evaluation.evaluate import evaluate as measure
-
-    return show_measurement(measure(arguments))
+    return work_and_show("trp_scale.evaluation.evaluate:evaluate", parse_evaluate(argv))
 
 
 def probe(argv: Sequence[str]) -> int:
     """`trp-scale probe`."""
-    from trp_scale.evaluation.arguments import parse_probe
-
-    arguments = parse_probe(argv)
-    from trp_scale.evaluation.probe.command import probe as measure
-
-    return show_measurement(measure(arguments))
-
-
-def show_measurement(result: Measurement) -> int:
-    """Print a result on rank 0; return its exit status."""
-    from trp_scale.distributed.launchers import discover
-
-    if discover(os.environ).rank == 0:
-        result.show()
-    return result.status
+    return work_and_show("trp_scale.evaluation.probe.command:probe", parse_probe(argv))
 
 
 def represent(argv: Sequence[str]) -> int:
     """`trp-scale represent`."""
-    from trp_scale.evaluation.arguments import RepresentArguments
-
     arguments = read(RepresentArguments, argv, prog="trp-scale represent", first=("from_", "data", "output", "run"))
     from trp_scale.checkpoint.export import while_training
     from trp_scale.evaluation.figures.represent import represent as draw
@@ -111,21 +107,11 @@ def represent(argv: Sequence[str]) -> int:
 
 def compare(argv: Sequence[str]) -> int:
     """`trp-scale compare`."""
-    from trp_scale.evaluation.arguments import CompareArguments
-
     arguments = read(CompareArguments, argv, prog="trp-scale compare")
-    from trp_scale.evaluation.reports import compare as put_side_by_side
-
-    put_side_by_side(arguments).show()
-    return 0
+    return work_and_show("trp_scale.evaluation.reports:compare", arguments)
 
 
 def export(argv: Sequence[str]) -> int:
     """`trp-scale export`."""
-    from trp_scale.evaluation.arguments import ExportArguments
-
     arguments = read(ExportArguments, argv, prog="trp-scale export")
-    from trp_scale.evaluation.reports import export as write
-
-    write(arguments).show()
-    return 0
+    return work_and_show("trp_scale.evaluation.reports:export", arguments)

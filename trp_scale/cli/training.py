@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from trp_scale.cli.evaluation import show_measurement
+from trp_scale.cli.evaluation import show, work_and_show
 from trp_scale.cli.main import run
-from trp_scale.config.flags import Modules, TakesModules, phase, read
+from trp_scale.config.flags import Modules, TakesModules, is_rank_zero_env, phase, read
 from trp_scale.config.settings import check_settings, setting
 from trp_scale.errors import RefusedError
 
@@ -54,11 +54,7 @@ def plan(argv: Sequence[str]) -> int:
     """`trp-scale plan`."""
     from trp_scale.planning.clusters import parse_plan
 
-    arguments = parse_plan(argv)
-    from trp_scale.planning.command import plan as make
-
-    make(arguments).show()
-    return 0
+    return work_and_show("trp_scale.planning.command:plan", parse_plan(argv))
 
 
 def pretrain(argv: Sequence[str]) -> int:
@@ -76,9 +72,12 @@ def pretrain(argv: Sequence[str]) -> int:
         set_length(arguments.config)
         return _print_config(arguments)
     if arguments.dry_run:
-        from trp_scale.planning.command import print_dry_run
+        from trp_scale.distributed.launchers import discover
+        from trp_scale.planning.command import dry_run
 
-        return print_dry_run(arguments)
+        if is_rank_zero_env():
+            dry_run(arguments, discover(os.environ).world).show()
+        return 0
     phase(f"{arguments.recipe_name()}: importing torch")
     from trp_scale.pretraining.base import find_upstream
     from trp_scale.training.pretrain import pretrain as train
@@ -97,10 +96,7 @@ def finetune(argv: Sequence[str]) -> int:
     from trp_scale.finetuning.finetune import finetune as train
     from trp_scale.finetuning.task import task_class
 
-    def measure() -> int:
-        return show_measurement(train(arguments))
-
-    return _train_with_restarts(arguments, measure, lambda: task_class(arguments.config))
+    return _train_with_restarts(arguments, lambda: show(train(arguments)), lambda: task_class(arguments.config))
 
 
 def _print_config(arguments: Arguments) -> int:

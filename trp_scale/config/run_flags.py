@@ -109,18 +109,6 @@ def check_pretrain(arguments: Arguments) -> Arguments:
     return arguments
 
 
-def _take_weights(arguments: Arguments) -> None:
-    """Set `model.weights` to the path of --from, which a run records and reads as initial weights."""
-    path, model = arguments.start_from, arguments.config.model
-    if not path:
-        return
-    if model.weights not in ("", path):
-        raise RefusedError(f"--model.weights is {model.weights} and --from {path}; leave one out")
-    if path.endswith(AVERAGE):
-        raise RefusedError(f"--from {path}: allowed: {path.removesuffix(AVERAGE)}; the moments are of the last weights")
-    model.weights = path
-
-
 SIZES = {
     "model": "layers hidden_size heads intermediate_size layer_norm_eps max_positions global_every local_attention "
     "global_rotary_base local_rotary_base",
@@ -140,17 +128,24 @@ def recorded_sizes(document: Mapping[str, Any]) -> dict[tuple[str, str], Any]:
     return {(section, name): values[key] for section, name in pairs if (key := f"{section}.{name}") in values}
 
 
-def resolve_sizes(arguments: Arguments, chosen: Collection[str]) -> None:
-    """Set the sizes of the model to those of the weights at `model.weights`. A run that resumes has the sizes that its
-    config.yaml records, and does not need the weights.
+def resolve_weights(arguments: Arguments, chosen: Collection[str]) -> None:
+    """Set `model.weights` to the path of --from, which a run records and reads as initial weights, and the sizes of the
+    model to those of these weights. A run that resumes has the sizes that its config.yaml records, and does not need
+    the weights.
 
     Args:
         chosen: settings that flags set, as section.field.
 
     Raises:
-        RefusedError: the weights cannot be read, or a flag sets another size.
+        RefusedError: the weights cannot be read, or a flag sets another size or other weights.
     """
     config, start = arguments.config, arguments.start_from
+    if start and config.model.weights not in ("", start):
+        raise RefusedError(f"--model.weights is {config.model.weights} and --from {start}; leave one out")
+    if start.endswith(AVERAGE):
+        allowed = start.removesuffix(AVERAGE)
+        raise RefusedError(f"--from {start}: allowed: {allowed}; the moments are of the last weights")
+    config.model.weights = start or config.model.weights
     if not isinstance(config, PretrainConfig) or not config.model.weights or (start and not Path(start).is_dir()):
         return
     resume = Path(arguments.resume)
@@ -207,8 +202,7 @@ def parse_run(argv: Sequence[str], kind: type[AnyArguments], settings: type[Conf
     )
     _check_flags(arguments)
     resolve_pairs(arguments.config, chosen)
-    _take_weights(arguments)
-    resolve_sizes(arguments, chosen)
+    resolve_weights(arguments, chosen)
     return arguments
 
 
@@ -247,8 +241,7 @@ def make_arguments(
     arguments.config = from_dict(document, source=prog)
     _check_flags(arguments)
     resolve_pairs(arguments.config, chosen)
-    _take_weights(arguments)
-    resolve_sizes(arguments, chosen)
+    resolve_weights(arguments, chosen)
     return arguments
 
 

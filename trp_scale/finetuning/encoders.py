@@ -20,6 +20,7 @@ from trp_scale.checkpoint.run_directory import name_seed_runs
 from trp_scale.config import AVERAGE, Config, ModelConfig, RefusedError, TextModelConfig
 from trp_scale.config.finetuning import FinetuneConfig, ImageTaskConfig
 from trp_scale.config.loader import from_dict
+from trp_scale.config.run_flags import SIZES
 from trp_scale.errors import quote
 from trp_scale.finetuning.arguments import SCRATCH
 from trp_scale.models.initialise import OtherTensorsError, check_names, check_shapes
@@ -165,18 +166,13 @@ def encoder_from_run(
 
 
 def sizes_from_model(model: ModelConfig) -> dict[tuple[str, str], Any]:
-    """Return the encoder's sizes as settings of a fine-tuning run."""
-    names = ("layers", "hidden_size", "heads", "intermediate_size", "layer_norm_eps")
+    """Return the encoder's sizes, and the kind of text encoder, as settings of a fine-tuning run."""
+    names = [name for name in ("kind", *SIZES["model"].split()) if hasattr(model, name)]
     sizes = {("model", name): getattr(model, name) for name in names}
-    if isinstance(model, TextModelConfig):
-        sizes |= {("model", name): getattr(model, name) for name in ("max_positions", *MODERN)}
-        if model.kind == "modern":
-            sizes["model", "dropout"] = 0.0  # recipes have BERT's
+    if isinstance(model, TextModelConfig) and model.kind == "modern":
+        sizes["model", "dropout"] = 0.0  # recipes have BERT's
     return sizes
 
-
-MODERN = ("kind", "global_every", "local_attention", "global_rotary_base", "local_rotary_base")
-"""Fields of `TextModelConfig` that distinguish ModernBERT from BERT."""
 
 WORDS = {"bert": "embeddings.word_embeddings.weight", "modern": "embeddings.tok_embeddings.weight"}
 """Name of the word embeddings by `model.kind`."""

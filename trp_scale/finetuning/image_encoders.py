@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
@@ -14,7 +13,6 @@ from trp_scale.config.finetuning import ImageTaskConfig
 from trp_scale.config.images import ImagePretrainConfig, RelativeVisionConfig
 from trp_scale.errors import quote
 from trp_scale.finetuning.encoders import EncoderSource, sizes_from_model
-from trp_scale.models.positions import PositionOrder
 from trp_scale.pretraining.mae.image_weights import RELATIVE_ARCHITECTURE, is_encoder, read_image_weights
 from trp_scale.pretraining.mm_mae.settings import MmMaeConfig
 from trp_scale.pretraining.mm_mae.weights import image_encoder_weights
@@ -49,34 +47,17 @@ def image_encoder_from_run(
     if isinstance(config, ImagePretrainConfig) and config.adversary.kind == "relative_coordinate":
         # A coordinate adversary shifts this index, so it is the index without a shift.
         index = "relaxed" if config.adversary.index == "relaxed" else "rounded"
-    settings = _vision_settings(
-        sizes_from_model(config.model),
-        patch_size=config.vision.patch_size,
-        grid=grid,
-        learned_positions=learned,
-        position_order=config.vision.position_order,
-    )
+    settings = sizes_from_model(config.model) | {
+        ("vision", "patch_size"): config.vision.patch_size,
+        ("vision", "positions"): "absolute",
+        ("vision", "position_order"): config.vision.position_order,
+        ("downstream", "pretraining_grid"): grid,
+        ("downstream", "learned_positions"): learned,
+    }
     if isinstance(config.vision, RelativeVisionConfig):
         settings["vision", "positions"] = config.vision.positions
         settings["vision", "index"] = index or config.vision.index
     return EncoderSource(path=path, text=False, settings=settings, read=read, checkpoint=checkpoint)
-
-
-def _vision_settings(
-    sizes: dict[tuple[str, str], Any],
-    *,
-    patch_size: int,
-    grid: int,
-    learned_positions: bool,
-    position_order: PositionOrder = "column_row",
-) -> dict[tuple[str, str], Any]:
-    return sizes | {
-        ("vision", "patch_size"): patch_size,
-        ("vision", "positions"): "absolute",
-        ("vision", "position_order"): position_order,
-        ("downstream", "pretraining_grid"): grid,
-        ("downstream", "learned_positions"): learned_positions,
-    }
 
 
 def encoder_from_files(path: str, source: GivenWeights) -> EncoderSource:
@@ -98,15 +79,15 @@ def encoder_from_files(path: str, source: GivenWeights) -> EncoderSource:
             f"--from {path}: {'; '.join(differences)}; allowed: a plain vision transformer with a class token, such as "
             "vit_base_patch16_224"
         )
-    settings = _vision_settings(
-        {setting: value for setting, value in weights.sizes.items() if setting[0] == "model"},
-        patch_size=weights.sizes["vision", "patch_size"],
-        grid=weights.grid,
-        learned_positions=weights.order is None,
-        position_order=weights.order or "column_row",
-    )
+    sizes = {key: value for key, value in weights.sizes.items() if key[0] == "model" or key[1] == "patch_size"}
+    settings = sizes | {
+        ("vision", "positions"): "relative" if index else "absolute",
+        ("vision", "position_order"): weights.order or "column_row",
+        ("downstream", "pretraining_grid"): weights.grid,
+        ("downstream", "learned_positions"): weights.order is None,
+    }
     if index:
-        settings |= {("vision", "positions"): "relative", ("vision", "index"): index}
+        settings["vision", "index"] = index
     tensors = {name: tensor for name, tensor in weights.tensors.items() if is_encoder(name)}
     learned = {} if weights.order else {"pos_embed": weights.positions}
     return EncoderSource(path=path, text=False, settings=settings, read=lambda: tensors | learned)

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 
 import torch
 
 from trp_scale.config import RefusedError
-from trp_scale.config.flags import is_rank_zero_env
 from trp_scale.config.run_flags import Arguments
 from trp_scale.console import GIB, Shown, Table
 from trp_scale.data.mixture import parse_paths
-from trp_scale.distributed.launchers import discover
 from trp_scale.engines import ds_config
 from trp_scale.planning import clusters
 from trp_scale.planning.clusters import GPUS, NO_DATA, Cluster, Gpu, PlanArguments, find_gpu
@@ -264,10 +261,3 @@ def this_gpu() -> tuple[Gpu, list[str]]:
                 return known, []
         return GPUS["a100-80"], [f"this machine's {name} is unknown; assumed: a100-80"]
     return GPUS["a100-80"], ["this machine has no GPU; assumed: a100-80 (select another by trp-scale plan --gpu)"]
-
-
-def print_dry_run(arguments: Arguments) -> int:
-    """Print the plan of `trp-scale pretrain --dry_run` on rank 0."""
-    if is_rank_zero_env():
-        dry_run(arguments, discover(os.environ).world).show()
-    return 0
