@@ -6,9 +6,7 @@ Files are those that timm and transformers write, and state dicts with the names
 from __future__ import annotations
 
 import argparse
-import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +16,9 @@ import torch
 from timm.layers import resample_abs_pos_embed
 from timm.models._hub import save_for_hf
 from torch import Tensor, nn
-from transformers import (
-    BertConfig,
-    BertForMaskedLM,
-    BertForSequenceClassification,
-    BertModel,
-    ModernBertConfig,
-    ModernBertForMaskedLM,
-    ModernBertModel,
-    ViTMAEForPreTraining,
-)
+from transformers import ViTMAEForPreTraining
 
-from tests.runs import SMALL, flags, image_flags, pretrain_here
+from tests.runs import image_flags, pretrain_here
 from tests.unit.models.multimae_peer import random_weights
 from trp_scale.checkpoint.export import find_checkpoint
 from trp_scale.checkpoint.format import read_full_state
@@ -45,8 +34,6 @@ from trp_scale.pretraining.mae.model import MaskedAutoencoder
 from trp_scale.pretraining.mae.weights import load_weights, stored_positions, vitmae_config
 from trp_scale.pretraining.mm_mae.model import MultimodalMaskedAutoencoder
 from trp_scale.pretraining.mm_mae.weights import load_multimae
-from trp_scale.pretraining.pos_bert.modern import ModernBertForMaskedPositions
-from trp_scale.pretraining.pos_bert.weights import MODELS, load_transformers
 
 SIDE, PATCH = 32, 8
 SIZES = {"model.layers": 2, "model.hidden_size": 64, "model.heads": 4, "model.intermediate_size": 96}
@@ -307,86 +294,6 @@ def test_a_model_with_learned_positions_starts_from_fixed_ones(order: Any, tmp_p
     torch.testing.assert_close(features(learned, pixels()), features(fixed, pixels()), rtol=0, atol=1e-5)
 
 
-BERT = BertConfig(
-    vocab_size=90, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48, layer_norm_eps=1e-6
-)
-MODERN = ModernBertConfig(
-    vocab_size=90,
-    hidden_size=32,
-    num_hidden_layers=4,
-    num_attention_heads=4,
-    intermediate_size=48,
-    global_attn_every_n_layers=2,
-    local_attention=6,
-    rope_parameters={
-        "full_attention": {"rope_type": "default", "rope_theta": 900.0},
-        "sliding_attention": {"rope_type": "default", "rope_theta": 70.0},
-    },
-    **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id"), 0),
-)
-
-
-@pytest.mark.parametrize(
-    ("make", "recipe", "fresh"),
-    [
-        (lambda: BertModel(BERT), "pos_bert_tiny", ("cls.predictions", "cls.seq_relationship")),
-        (lambda: BertForMaskedLM(BERT), "pos_bert_tiny", ("bert.pooler", "cls.seq_relationship")),
-        (lambda: BertForSequenceClassification(BERT), "pos_bert_tiny", ("cls.predictions", "cls.seq_relationship")),
-        (lambda: ModernBertModel(MODERN), "pos_modern_tiny", ("head.dense", "head.norm", "decoder")),
-        (lambda: ModernBertForMaskedLM(MODERN), "pos_modern_tiny", ()),
-    ],
-    ids=["BertModel", "BertForMaskedLM", "BertForSequenceClassification", "ModernBertModel", "ModernBertForMaskedLM"],
-)
-def test_text_encoders_compute_what_transformers_do(
-    make: Callable[[], Any], recipe: str, fresh: tuple[str, ...], tmp_path: Path
-) -> None:
-    peer = randomise(make())
-    peer.save_pretrained(tmp_path)
-    settings: Any = settings_of(tmp_path, recipe)
-    assert (settings.model.layers, settings.model.heads, settings.model.intermediate_size) == (
-        peer.config.num_hidden_layers,
-        4,
-        48,
-    )
-    model: Any = MODELS[settings.model.kind](settings.model, vocab_size=90, seed=0).eval()
-    given = read_given_weights(str(tmp_path))
-    lines = load_transformers(model, given.tensors, given.fields)
-    assert {name for line in lines if "start" in line for name in line.partition(": ")[2].split(", ")} == {*fresh}
-    tokens = torch.randint(90, (2, 20), generator=torch.Generator().manual_seed(6))
-    read: dict[str, Tensor] = {}
-    hooked = model.model.final_norm if isinstance(model, ModernBertForMaskedPositions) else model.layers[-1]
-    hooked.register_forward_hook(lambda module, inputs, output: read.update(found=output))
-    with torch.no_grad():
-        model(
-            tokens, torch.zeros_like(tokens), torch.ones_like(tokens, dtype=torch.bool), torch.arange(20).expand(2, -1)
-        )
-        base = getattr(peer, peer.base_model_prefix, peer)
-        expected = base(input_ids=tokens, attention_mask=torch.ones_like(tokens)).last_hidden_state
-    torch.testing.assert_close(read["found"][:, 1:], expected, rtol=0, atol=1e-5)
-
-
-def test_names_of_the_first_published_bert(tmp_path: Path) -> None:
-    peer = BertForMaskedLM(BERT)
-    state = {
-        name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta"): tensor
-        for name, tensor in peer.state_dict().items()
-    }
-    peer.config.save_pretrained(tmp_path)
-    write_torch_file(tmp_path / "pytorch_model.bin", state)
-    settings: Any = settings_of(tmp_path, "pos_bert_tiny")
-    model: Any = MODELS["bert"](settings.model, vocab_size=90, seed=0)
-    load_transformers(model, read_given_weights(str(tmp_path)).tensors)
-    assert model.bert.embeddings.LayerNorm.weight.equal(peer.bert.embeddings.LayerNorm.weight)
-
-
-def test_text_models_of_the_other_kind_are_refused_by_it(tmp_path: Path) -> None:
-    BertModel(BERT).save_pretrained(tmp_path / "bert")
-    ModernBertModel(MODERN).save_pretrained(tmp_path / "modern")
-    for name, recipe in (("bert", "pos_modern_tiny"), ("modern", "pos_bert_tiny")):
-        with pytest.raises(RefusedError, match=r"--model.kind"):
-            settings_of(tmp_path / name, recipe)
-
-
 def test_sizes_of_flags_that_differ_are_refused_by_name(tmp_path: Path) -> None:
     save_timm(tmp_path)
     equal: Any = settings_of(tmp_path, **{"model.layers": 2})
@@ -445,23 +352,6 @@ def test_a_run_names_the_differences_once_and_resumes_without_the_file(
     pretrain_here(again)  # our own run, with its sizes
     with pytest.raises(RefusedError, match="vit"):
         parse(small_run(image_dataset, tmp_path / "new", tmp_path / "vit"))
-
-
-def test_text_of_other_sizes(text_dataset: Path, tmp_path: Path) -> None:
-    vocabulary = json.loads((text_dataset / "dataset.json").read_text())
-    pieces = next(value for name, value in flat_items(vocabulary) if name == "vocab_size")
-    BertModel(BertConfig(**{**BERT.to_dict(), "vocab_size": pieces})).save_pretrained(tmp_path / "bert")
-    words = flags(text_dataset, tmp_path / "run", model__weights=tmp_path / "bert", training__steps=1)
-    pairs = list(zip(words[::2], words[1::2], strict=True))
-    sizes = tuple(f"--{name}" for name in SMALL if name.startswith("model."))
-    assert pretrain_here([word for pair in pairs if not pair[0].startswith(sizes) for word in pair]) == 0
-
-
-def flat_items(document: Any) -> list[tuple[str, Any]]:
-    """Return the pairs of all objects in a JSON document."""
-    if not isinstance(document, dict):
-        return []
-    return [*document.items(), *(pair for value in document.values() for pair in flat_items(value))]
 
 
 class Harmful:
