@@ -5,6 +5,7 @@ Tables of weight names convert weights from and to other libraries (tables: pret
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import shutil
@@ -13,7 +14,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from math import isqrt
 from pathlib import Path
-from typing import TypeVar
+from typing import ParamSpec, TypeVar
 
 import torch
 from safetensors import SafetensorError
@@ -106,11 +107,6 @@ class WeightNames:
         pair = self._pair(name)
         return tuple(filter(None, (_translate(name, pair.ours, source) for source in pair.sources)))
 
-    def our_name(self, source: str) -> str | None:
-        """Return the parameter with this tensor as its only source; `None` if the table has none."""
-        names = (_translate(source, p.theirs, p.ours) for p in self.pairs if isinstance(p.theirs, str))
-        return next(filter(None, names), None)
-
     def rename(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return another library's tensors by our names; those that the table lacks keep their names."""
         renamed: dict[str, Tensor] = {}
@@ -190,6 +186,7 @@ TRIES = 10
 
 _found: ContextVar[list[Path] | None] = ContextVar("checkpoints that were found in runs", default=None)
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 Writer = Callable[[Export], None]
@@ -215,7 +212,7 @@ def export(source: Path, output: Path, *, to: str = "hf", image_size: int = 224,
     """
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise RefusedError(f"--output {output}: exists and is not an empty directory; give another, or remove it")
-    return while_training(lambda: _export(source, output, to=to, image_size=image_size, weights=weights))
+    return while_training(_export)(source, output, to=to, image_size=image_size, weights=weights)
 
 
 def _export(source: Path, output: Path, *, to: str, image_size: int, weights: Weights) -> Path:
@@ -291,17 +288,22 @@ def find_checkpoint(source: Path) -> Path:
     return newest.path
 
 
-def while_training(action: Callable[[], T]) -> T:
-    """Run an action that reads the newest checkpoints of runs (`find_checkpoint`). If a live run removes one before it
-    is read completely, run the action again with the newer one."""
-    for _ in range(TRIES - 1):
-        noted: list[Path] = []
-        token = _found.set(noted)
-        try:
-            return action()
-        except (OSError, RefusedError, RankError, SafetensorError):
-            if all((path / DOCUMENT_NAME).exists() for path in noted):
-                raise
-        finally:
-            _found.reset(token)
-    return action()
+def while_training(action: Callable[P, T]) -> Callable[P, T]:
+    """Decorate an action that reads the newest checkpoints of runs (`find_checkpoint`): if a live run removes one
+    before it is read completely, the action is run again with the newer one."""
+
+    @functools.wraps(action)
+    def repeat(*args: P.args, **kwargs: P.kwargs) -> T:
+        for _ in range(TRIES - 1):
+            noted: list[Path] = []
+            token = _found.set(noted)
+            try:
+                return action(*args, **kwargs)
+            except (OSError, RefusedError, RankError, SafetensorError):
+                if all((path / DOCUMENT_NAME).exists() for path in noted):
+                    raise
+            finally:
+                _found.reset(token)
+        return action(*args, **kwargs)
+
+    return repeat

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from safetensors.torch import load_file
@@ -179,17 +179,6 @@ def load_given_weights(model: Model, path: str, load: Load[Model]) -> str:
     with reading(source.where):
         lines = [*load(model, source.tensors, source.fields)]
     return "\n  ".join([f"starts from {source.where}", *lines])
-
-
-def transformers_sizes(fields: Fields) -> dict[tuple[str, str], Any]:
-    """Return the sizes that have the same names in transformers' config.json for BERT, ModernBERT and ViTMAE."""
-    return {
-        ("model", "layers"): fields.whole("num_hidden_layers", least=1),
-        ("model", "hidden_size"): fields.whole("hidden_size", least=1),
-        ("model", "heads"): fields.whole("num_attention_heads", least=1),
-        ("model", "intermediate_size"): fields.whole("intermediate_size", least=1),
-        ("model", "layer_norm_eps"): fields.take("layer_norm_eps", float, fields.take("norm_eps", float, 1e-12)),
-    }
 
 
 def listed_names(names: Iterable[str], parts: int = 2) -> str:

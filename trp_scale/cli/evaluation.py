@@ -99,10 +99,9 @@ def probe(argv: Sequence[str]) -> int:
 def represent(argv: Sequence[str]) -> int:
     """`trp-scale represent`."""
     arguments = read(RepresentArguments, argv, prog="trp-scale represent", first=("from_", "data", "output", "run"))
-    from trp_scale.checkpoint.export import while_training
     from trp_scale.evaluation.figures.represent import represent as draw
 
-    return while_training(lambda: draw(arguments))
+    return draw(arguments)
 
 
 def compare(argv: Sequence[str]) -> int:

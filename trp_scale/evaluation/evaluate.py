@@ -191,13 +191,10 @@ EVALUATIONS = "evaluations"
 """Directory in a run directory with the results of later evaluations."""
 
 
+@while_training
 def evaluate(arguments: EvaluateArguments) -> Measurement:
     """Run `trp-scale evaluate`; return the result, the same on every rank. It has no tasks if the measured rows have no
     labels; then only predictions are written."""
-    return while_training(lambda: _evaluate(arguments))
-
-
-def _evaluate(arguments: EvaluateArguments) -> Measurement:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     sets = parse_robustness_sets(arguments.robustness)
     baseline = None if arguments.baseline is None else read_results(arguments.baseline)

@@ -78,7 +78,7 @@ def report(arguments: ReportArguments) -> Report:
     if pictures is not None:
         from trp_scale.evaluation.figures.pictures import draw_pictures
 
-        drawn = while_training(lambda: draw_pictures(run_dir, pictures, data=arguments.data, images=arguments.images))
+        drawn = while_training(draw_pictures)(run_dir, pictures, data=arguments.data, images=arguments.images)
     files = [] if pictures is None else list_pictures(pictures)
     return Report(run=run, drawn=drawn, pictures=files, page=write_page(run, files))
 

@@ -53,16 +53,13 @@ def _cells(plan: ClusterPlan) -> list[str]:
 def memory_lines(plans: Sequence[ClusterPlan]) -> list[str]:
     """Return a table of GiB by purpose, a line for each plan."""
     names = [field_.name for field_ in fields(plans[0].memory)]
-    rows = [
-        [plan.layout.name, *(f"{getattr(plan.memory, name) / GIB:.2f}" for name in names), _fit(plan)] for plan in plans
-    ]
+    rows = []
+    for plan in plans:
+        parts = [f"{getattr(plan.memory, name) / GIB:.2f}" for name in names]
+        rows.append([plan.layout.name, *parts, "yes" if plan.fits else f"lacks {plan.short / GIB:.1f}"])
     used = [0, *(n for n in range(1, len(names) + 1) if any(row[n] != "0.00" for row in rows)), len(names) + 1]
     head = ["GiB a GPU", *names, "fits"]
     return table([head[n] for n in used], [[row[n] for n in used] for row in rows])
-
-
-def _fit(plan: ClusterPlan) -> str:
-    return "yes" if plan.fits else f"lacks {plan.short / GIB:.1f}"
 
 
 def time_lines(plan: ClusterPlan) -> list[str]:

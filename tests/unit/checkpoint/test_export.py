@@ -151,7 +151,7 @@ def test_a_checkpoint_that_is_removed_while_it_is_read_gives_way_to_the_newer_on
         checkpoint = export_module.find_checkpoint(tmp_path)
         return checkpoint, export_module.read_document(checkpoint).step
 
-    assert export_module.while_training(use) == (checkpoint_path(tmp_path, 4), 4)
+    assert export_module.while_training(use)() == (checkpoint_path(tmp_path, 4), 4)
 
 
 def test_what_is_wrong_otherwise_is_said_at_once(tmp_path: Path) -> None:
@@ -162,5 +162,5 @@ def test_what_is_wrong_otherwise_is_said_at_once(tmp_path: Path) -> None:
         raise RefusedError("not this one")
 
     with pytest.raises(RefusedError, match="not this one"):
-        export_module.while_training(use)
+        export_module.while_training(use)()
     assert tried == [path]

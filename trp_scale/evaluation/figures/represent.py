@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
+from trp_scale.checkpoint.export import while_training
 from trp_scale.checkpoint.format import named_weights
 from trp_scale.checkpoint.initial_weights import is_run
 from trp_scale.config import AVERAGE, RefusedError
@@ -237,6 +238,7 @@ LEAST_IMAGES = 5
 """Fewest images for useful figures."""
 
 
+@while_training
 def represent(arguments: RepresentArguments) -> int:
     """Run `trp-scale represent`; return the exit status. Raises RefusedError for an invalid encoder, data, flag or
     output."""

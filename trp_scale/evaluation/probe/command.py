@@ -303,12 +303,9 @@ HOURS = 24
 """Timeout of the other ranks, which wait while rank 0 fits the classifiers."""
 
 
+@while_training
 def probe(arguments: ProbeArguments) -> Measurement:
     """Run `trp-scale probe`; return the result, the same on every rank."""
-    return while_training(lambda: _probe(arguments))
-
-
-def _probe(arguments: ProbeArguments) -> Measurement:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     if arguments.method == "logistic":
         require_scikit_learn()

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from trp_scale.checkpoint.document import DOCUMENT_NAME
 from trp_scale.checkpoint.export import Export, Pair, WeightLayout, WeightNames
-from trp_scale.checkpoint.initial_weights import NO_FIELDS, listed_names, transformers_sizes
+from trp_scale.checkpoint.initial_weights import NO_FIELDS, listed_names
 from trp_scale.checkpoint.run_directory import TOKENIZER
 from trp_scale.config import RefusedError
 from trp_scale.config.loader import from_dict
@@ -108,13 +108,21 @@ def sizes_from_weights(fields: Fields, kind: str) -> dict[tuple[str, str], Any]:
             f"model_type is {theirs} and --model.kind {kind}; allowed: a recipe with the same kind, or weights of "
             f"{' or '.join(name for name, ours in KIND_OF.items() if ours == kind)}"
         )
-    sizes = transformers_sizes(fields)
+    sizes: dict[tuple[str, str], Any] = {
+        ("model", "layers"): fields.whole("num_hidden_layers", least=1),
+        ("model", "hidden_size"): fields.whole("hidden_size", least=1),
+        ("model", "heads"): fields.whole("num_attention_heads", least=1),
+        ("model", "intermediate_size"): fields.whole("intermediate_size", least=1),
+    }
     if kind == "modern":
         return sizes | _modern_settings(fields)
     kinds = [fields.text("hidden_act", "gelu"), fields.text("position_embedding_type", "absolute")]
     if kinds != ["gelu", "absolute"]:
         raise fields.refusal(f"{quote(kinds)} found; allowed: hidden_act gelu and absolute positions")
-    return sizes | {("model", "max_positions"): fields.whole("max_position_embeddings", least=1)}
+    return sizes | {
+        ("model", "max_positions"): fields.whole("max_position_embeddings", least=1),
+        ("model", "layer_norm_eps"): fields.take("layer_norm_eps", float, 1e-12),
+    }
 
 
 def _modern_settings(fields: Fields) -> dict[tuple[str, str], Any]:
