@@ -269,13 +269,13 @@ def _arguments(
 ) -> AnyArguments:
     """Return the arguments of a command with a recipe, not checked yet."""
     _refuse_in_worker(function)
-    sections = {name: _section(value) for name, value in values.items()} | {"module": _paths(values["module"])}
+    sections = {**_plain(values), "module": _paths(values["module"])}
     if hooks is not None:
         sections["hooks"] = [hook if isinstance(hook, str) else find_registration(hook).name for hook in hooks]
     for hook in hooks or ():
         if isinstance(hook, Settings):
             name = find_registration(hook).name
-            sections[name] = {**_section(hook), **sections.get(name, {})}
+            sections[name] = {**_plain(hook), **sections.get(name, {})}
     return make_arguments(sections, kind, settings, prog=f"trp_scale.{function}")
 
 
@@ -302,16 +302,11 @@ def _require_importable(arguments: Arguments) -> None:
         )
 
 
-def _section(value: Any) -> Any:
-    """Return a section as in a recipe."""
+def _plain(value: Any) -> Any:
+    """Convert paths to text, tuples to lists and settings of a component to a section, as in a recipe."""
     if isinstance(value, Settings):
         find_registration(value)
         value = {setting_name(name): field for name, field in asdict(value).items()}
-    return _plain(value)
-
-
-def _plain(value: Any) -> Any:
-    """Convert paths to text and tuples to lists, as in a recipe."""
     if isinstance(value, Mapping):
         return {name: _plain(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):

@@ -78,14 +78,10 @@ def load_checkpoint_weights(model: nn.Module, checkpoint: Path, state: str) -> N
     weights are another model's."""
     document, stored = stored_names(checkpoint, state)
     parameters = dict(model.named_parameters())
-    try:
+    hint = "; give the same --model and --vision settings as that run's"
+    with reading(f"--model.weights {checkpoint}", hint):
         check_names(parameters, stored)
         check_shapes(parameters, {name: tuple(document.tensors[other].shape) for name, other in stored.items()})
-    except OtherTensorsError as error:
-        raise RefusedError(
-            f"--model.weights {checkpoint}: not the weights of this model ({shorten(str(error), 1000)}); give the same "
-            "--model and --vision settings as that run's"
-        ) from error
     for name, parameter in parameters.items():
         set_value(parameter, partial(read_tensor, checkpoint, document, state, stored[name]))
 
@@ -188,8 +184,9 @@ def listed_names(names: Iterable[str], parts: int = 2) -> str:
 
 
 @contextmanager
-def reading(where: str) -> Iterator[None]:
-    """Refuse files that cannot be read, and tensors of another model. `where`: flag and file."""
+def reading(where: str, hint: str = "") -> Iterator[None]:
+    """Refuse files that cannot be read, and tensors of another model. `where`: flag and file; `hint`: what to do about
+    other tensors."""
     try:
         yield
     except RefusedError:
@@ -197,7 +194,7 @@ def reading(where: str) -> Iterator[None]:
     except Exception as error:  # broken pickles raise many types
         text = shorten(str(error), 1000)
         if isinstance(error, OtherTensorsError):
-            text = f"not the weights of this model ({text})"
+            text = f"not the weights of this model ({text}){hint}"
         elif not isinstance(error, ValueError):
             text = f"damaged, or not the weights of this model ({error_text(error)})"
         raise RefusedError(f"{where}: {text}") from error

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from trp_scale.checkpoint.document import read_document
 from trp_scale.checkpoint.export import find_checkpoint
 from trp_scale.checkpoint.format import named_weights, read_full_state
-from trp_scale.checkpoint.initial_weights import FILES, GivenWeights, is_run, read_given_weights
+from trp_scale.checkpoint.initial_weights import FILES, GivenWeights, is_run, read_given_weights, reading
 from trp_scale.checkpoint.run_directory import name_seed_runs
 from trp_scale.config import AVERAGE, Config, ModelConfig, RefusedError, TextModelConfig
 from trp_scale.config.finetuning import FinetuneConfig, ImageTaskConfig
@@ -23,7 +23,7 @@ from trp_scale.config.loader import from_dict
 from trp_scale.config.run_flags import SIZES
 from trp_scale.errors import quote
 from trp_scale.finetuning.arguments import SCRATCH
-from trp_scale.models.initialise import OtherTensorsError, check_names, check_shapes
+from trp_scale.models.initialise import check_names, check_shapes
 from trp_scale.models.positions import interpolate
 
 POSITION_NUMBERS = "embeddings.position_ids"
@@ -130,11 +130,9 @@ def load_weights(module: nn.Module, weights: dict[str, Tensor], where: str, hint
         RefusedError: names are missing or unexpected, or shapes differ; the message ends with `hint`.
     """
     parameters = dict(module.named_parameters())
-    try:
+    with reading(where, hint):
         check_names(parameters, weights)
         check_shapes(parameters, {name: tuple(tensor.shape) for name, tensor in weights.items()})
-    except OtherTensorsError as error:
-        raise RefusedError(f"{where}: not the weights of this model ({error}){hint}") from error
     for name, parameter in parameters.items():
         parameter.copy_(weights[name])
 
