@@ -14,10 +14,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from trp_scale.config import AVERAGE, Config, PretrainConfig, Weights
+from trp_scale.config import AVERAGE, Config, PretrainConfig, Weights, loader
 from trp_scale.config.finetuning import FinetuneConfig
 from trp_scale.config.flags import TakesModalities, TakesModules
-from trp_scale.config.loader import read_section, summaries
+from trp_scale.config.loader import read_section, summary
 from trp_scale.config.registry import MAIN, find_registration, load_module
 from trp_scale.config.run_flags import AnyArguments, Arguments, check_pretrain, make_arguments
 from trp_scale.config.schema import setting_name
@@ -257,7 +257,7 @@ def shard_images(output: StrPath, inputs: StrPath | Sequence[StrPath] = (), **se
 
 def known_recipes() -> Mapping[str, str]:
     """Return {name: description} of all recipes."""
-    return summaries()
+    return {name: summary(name) for name in loader.known_recipes()}
 
 
 def _arguments(

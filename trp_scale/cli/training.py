@@ -191,8 +191,7 @@ def runs(argv: Sequence[str]) -> int:
     arguments = read(RunsArguments, argv, prog="trp-scale runs")
     from trp_scale.diagnostics.runs import list_runs
 
-    list_runs(arguments.directory).show()
-    return 0
+    return show(list_runs(arguments.directory))
 
 
 @dataclass(kw_only=True)

@@ -283,11 +283,6 @@ def list_recipes() -> Iterator[str]:
         yield from (f"  {name:<{width}}  {summary(name)}" for name in known_recipes(kind))
 
 
-def summaries() -> dict[str, str]:
-    """Return the summaries of all recipes, by name."""
-    return {name: summary(name) for name in known_recipes()}
-
-
 def summary(name: str) -> str:
     """Return the description of a registered recipe, or the first sentence of a file's head comment, or ""."""
     path = recipe_path(name)

@@ -89,38 +89,18 @@ def format_paths(shares: Mapping[str, float], directories: Mapping[str, object],
     return ",".join(f"{name}:{weights[name]}={directory}" for name, directory in directories.items())
 
 
-def require_made(path: str, made_by: str) -> None:
-    """Refuse a recipe's data set that does not exist yet.
-
-    Args:
-        path: data.path.
-        made_by: command that creates it (recipes.loader.data_command); "" if unknown.
-
-    Raises:
-        DataError: the data set is missing; names the command.
-    """
-    if made_by and not Path(path).exists():
-        raise DataError(f"--data.path {path}: not found; create it: {made_by}")
-
-
 def require_run_data(arguments: Arguments) -> None:
-    """Refuse a run without its data; raises as `require_made` and `require_data`."""
-    path = arguments.config.data.path
-    require_made(path, data_command(arguments.recipe, path))
-    require_data(arguments.config.datasets())
-
-
-def require_data(settings: Mapping[str, str]) -> None:
-    """Refuse settings with missing data sets, without an import or a download. URLs are not checked.
-
-    Args:
-        settings: settings by name, as in `Config.datasets`.
+    """Refuse a run without its data, without an import or a download. URLs are not checked.
 
     Raises:
-        DataError: a directory is not a data set.
+        DataError: a directory is not a data set, or the recipe's does not exist; names the command that creates it.
         RefusedError: as `parse_members`.
     """
-    for name, text in settings.items():
+    path = arguments.config.data.path
+    made_by = data_command(arguments.recipe, path)
+    if made_by and not Path(path).exists():
+        raise DataError(f"--data.path {path}: not found; create it: {made_by}")
+    for name, text in arguments.config.datasets().items():
         for _, _, location in parse_members(text):
             if not is_url(location):
                 require_dataset(Path(location), f"--{name} {location}")

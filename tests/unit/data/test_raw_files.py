@@ -7,11 +7,13 @@ import subprocess
 import sys
 import tarfile
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from trp_scale.config.loader import data_command, known_recipes, load_recipe
-from trp_scale.data.mixture import describe_shares, parse_paths, require_data, require_made
+from trp_scale.data.mixture import describe_shares, parse_paths, require_run_data
 from trp_scale.data.raw_files import require_dataset
 from trp_scale.errors import DataError
 from trp_scale.sharding.images.settings import ShardImagesConfig
@@ -66,15 +68,22 @@ def test_an_empty_folder_and_tars(tmp_path: Path) -> None:
             require_dataset(folder)
 
 
-def test_every_setting_that_names_data_is_looked_at(tmp_path: Path) -> None:
+def require_data(settings: dict[str, str], made_by: str = "") -> None:
+    """Call `require_run_data` for a run with these data sets; a command that makes the first stands for its recipe."""
+    data = SimpleNamespace(path=settings["data.path"])
+    arguments: Any = SimpleNamespace(recipe=made_by, config=SimpleNamespace(data=data, datasets=lambda: settings))
+    require_run_data(arguments)
+
+
+def test_every_setting_that_names_data_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trp_scale.data.mixture.data_command", lambda recipe, path: recipe)
     there = laid_out(tmp_path / "there", "dataset.json")
     require_data({"data.path": f"a:0.5={there},b:0.5=s3://bucket/b", "downstream.test_path": str(there)})
     with pytest.raises(DataError, match=r"--downstream\.test_path \S*/none"):
         require_data({"data.path": str(there), "downstream.test_path": str(tmp_path / "none")})
     with pytest.raises(DataError, match=r"--data\.path \S*/none: .*trp-scale shard-text -x"):
-        require_made(str(tmp_path / "none"), "trp-scale shard-text -x")
-    require_made(str(tmp_path / "none"), "")
-    require_made(str(there), "trp-scale shard-text -x")
+        require_data({"data.path": str(tmp_path / "none")}, "trp-scale shard-text -x")
+    require_data({"data.path": str(there)}, "trp-scale shard-text -x")
 
 
 def test_several_directories_need_weights_and_shares_are_told(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from trp_scale.pretraining.pos_bert.model import LastLayer, bert_config
 from trp_scale.pretraining.pos_bert.modern import ModernEncoder, ModernTransform, outside_flops
 
 
-class PackedRows(NamedTuple):
+class ClassifierInputs(NamedTuple):
     """Fields of a batch that the model reads, R rows packed into Q sequences, in the order of its arguments.
 
     Attributes:
@@ -39,7 +39,7 @@ class PackedRows(NamedTuple):
     slots: Tensor
 
 
-INPUTS = PackedRows._fields
+INPUTS = ClassifierInputs._fields
 
 BLOCK = re.compile(r"\w+\.(?:embeddings|(?:encoder\.layer|layers)\.(\d+))\.")
 """Start of the name of a parameter of the embeddings or of a block, with the block's number."""
@@ -88,8 +88,8 @@ class SentenceClassifier(nn.Module):
         load_weights(self, values | {name: weights[source] for name, source in names.items()}, where)
 
     def forward(self, *inputs: Tensor) -> Tensor:
-        """Compute logits [R, C], or scores [R, 1], of the fields of `PackedRows`."""
-        rows = PackedRows(*inputs)
+        """Compute logits [R, C], or scores [R, 1], of the fields of `ClassifierInputs`."""
+        rows = ClassifierInputs(*inputs)
         everywhere = torch.arange(rows.tokens.shape[1], device=rows.tokens.device).expand_as(rows.tokens)  # [Q, W]
         hidden = self.encode(rows, everywhere if self.mean else rows.first_positions).flatten(0, 1)
         if self.mean:
@@ -100,7 +100,7 @@ class SentenceClassifier(nn.Module):
             read = hidden[rows.slots]  # [R, D]
         return self.classifier(self.dropout(self.pool(read)))  # type: ignore[no-any-return]
 
-    def encode(self, rows: PackedRows, chosen: Tensor) -> Tensor:
+    def encode(self, rows: ClassifierInputs, chosen: Tensor) -> Tensor:
         """Return the encoder's hidden states at positions `chosen` [Q, S or W] of the sequences, [Q, S or W, D]."""
         raise NotImplementedError
 
@@ -134,7 +134,7 @@ class BertClassifier(SentenceClassifier):
     def layers(self) -> nn.ModuleList:
         return self.bert.encoder.layer  # type: ignore[no-any-return]
 
-    def encode(self, rows: PackedRows, chosen: Tensor) -> Tensor:
+    def encode(self, rows: ClassifierInputs, chosen: Tensor) -> Tensor:
         same_row = rows.row_ids[:, :, None] == rows.row_ids[:, None, :]  # [Q, W, W]
         hidden = self.bert.embeddings(
             input_ids=rows.tokens, token_type_ids=rows.token_types, position_ids=rows.positions
@@ -170,7 +170,7 @@ class ModernClassifier(SentenceClassifier):
     def layers(self) -> nn.ModuleList:
         return self.model.layers
 
-    def encode(self, rows: PackedRows, chosen: Tensor) -> Tensor:
+    def encode(self, rows: ClassifierInputs, chosen: Tensor) -> Tensor:
         following = F.pad(rows.first_positions[:, 1:], (0, 1))  # [Q, S]; rows of a sequence follow one another
         filled = (rows.row_ids >= 0).sum(1, keepdim=True)  # [Q, 1]
         return self.model.encode(rows.tokens, chosen, segment_ends=torch.where(following > 0, following, filled))
