@@ -104,7 +104,9 @@ def parse(argv: Sequence[str]) -> Arguments:
 
 def check_pretrain(arguments: Arguments) -> Arguments:
     """Complete and check the settings of a pre-training run. Raises RefusedError."""
-    read_mixture_file(arguments.config)
+    path = Path(arguments.config.data.path)
+    if path.suffix == ".txt" and path.is_file():  # a run records the mixture itself
+        arguments.config.data.path = path.read_text(encoding="utf-8").strip()
     check(arguments.config)
     return arguments
 
@@ -163,13 +165,6 @@ def resolve_weights(arguments: Arguments, chosen: Collection[str]) -> None:
             wrong.append(f"--{flag} is {present}, there {value}")
     if wrong:
         raise RefusedError(f"--model.weights {config.model.weights}: {'; '.join(wrong)}; leave out these flags")
-
-
-def read_mixture_file(config: Config) -> None:
-    """Replace a `data.path` that names a text file by its content, so that the run records the mixture itself."""
-    path = Path(config.data.path)
-    if path.suffix == ".txt" and path.is_file():
-        config.data.path = path.read_text(encoding="utf-8").strip()
 
 
 def parse_run(argv: Sequence[str], kind: type[AnyArguments], settings: type[Config], *, prog: str) -> AnyArguments:

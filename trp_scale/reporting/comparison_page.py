@@ -15,7 +15,6 @@ from trp_scale.reporting.comparison import (
     END_NOTE,
     Comparison,
     compare,
-    compare_results,
     end_figures,
     legend,
     names,
@@ -25,7 +24,7 @@ from trp_scale.reporting.comparison import (
 )
 from trp_scale.reporting.document import Line, Page, PageSection, Plot, Sentences, colours, page_text, plotly_source
 from trp_scale.reporting.record import Curve, RunRecord, read_run
-from trp_scale.reporting.results import RESULTS_FILE, read_results
+from trp_scale.reporting.results import RESULTS_FILE
 from trp_scale.training.report import to_words
 
 MOST_TASKS = 24
@@ -64,10 +63,9 @@ def compare_as_page(
     if judged or markdown_file is not None or csv_file is not None:
         comparison = compare(judged, markdown_file=markdown_file, csv_file=csv_file)
     named = dict(zip(names(directories), directories, strict=True))
-    results = {name: read_results(path) for name, path in named.items() if path in judged}
     compared = ComparedRuns(
         runs={name: read_run(path) for name, path in named.items() if (path / METRICS_FILE).is_file()},
-        results=compare_results(results) if results else None,
+        results=replace(comparison, runs=[name for name, path in named.items() if path in judged]) if judged else None,
         colour_of=colours(named),
     )
     write_output(page, page_text(comparison_page(compared)), "--html ")
