@@ -111,10 +111,15 @@ def check_pretrain(arguments: Arguments) -> Arguments:
     return arguments
 
 
-SIZES = {
-    "model": "layers hidden_size heads intermediate_size layer_norm_eps max_positions global_every local_attention "
-    "global_rotary_base local_rotary_base",
-    "vision": "patch_size position_order learned_positions decoder_layers decoder_hidden_size decoder_heads",
+SIZES: dict[str, tuple[str, ...]] = {
+    "model": (
+        *("layers", "hidden_size", "heads", "intermediate_size", "layer_norm_eps", "max_positions"),
+        *("global_every", "local_attention", "global_rotary_base", "local_rotary_base"),
+    ),
+    "vision": (
+        *("patch_size", "position_order", "learned_positions"),
+        *("decoder_layers", "decoder_hidden_size", "decoder_heads"),
+    ),
 }
 """Settings that initial weights may fix, by section."""
 
@@ -126,7 +131,7 @@ class Assumed(int):
 def recorded_sizes(document: Mapping[str, Any]) -> dict[tuple[str, str], Any]:
     """Return the settings in SIZES of a run, by (section, field)."""
     values = flat(document)
-    pairs = [(section, name) for section, names in SIZES.items() for name in names.split()]
+    pairs = [(section, name) for section, names in SIZES.items() for name in names]
     return {(section, name): values[key] for section, name in pairs if (key := f"{section}.{name}") in values}
 
 

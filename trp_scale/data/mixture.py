@@ -13,17 +13,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from trp_scale.config import RefusedError
 from trp_scale.config.loader import data_command
-from trp_scale.config.run_flags import Arguments
 from trp_scale.data.hashing import PLACE_BITS, Integers, mix, stream
 from trp_scale.data.mirror import local_directory
 from trp_scale.data.raw_files import require_dataset
 from trp_scale.errors import DataError
 from trp_scale.storage.transfer import is_url
+
+if TYPE_CHECKING:  # loader workers import this file without the command line
+    from trp_scale.config.run_flags import Arguments
 
 LONGEST_CYCLE = 1 << 16
 

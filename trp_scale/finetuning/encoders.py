@@ -165,7 +165,7 @@ def encoder_from_run(
 
 def sizes_from_model(model: ModelConfig) -> dict[tuple[str, str], Any]:
     """Return the encoder's sizes, and the kind of text encoder, as settings of a fine-tuning run."""
-    names = [name for name in ("kind", *SIZES["model"].split()) if hasattr(model, name)]
+    names = [name for name in ("kind", *SIZES["model"]) if hasattr(model, name)]
     sizes = {("model", name): getattr(model, name) for name in names}
     if isinstance(model, TextModelConfig) and model.kind == "modern":
         sizes["model", "dropout"] = 0.0  # recipes have BERT's

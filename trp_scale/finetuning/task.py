@@ -87,9 +87,11 @@ class DownstreamTask(ABC, Generic[Run]):
         pictures: "module:function" that draws predictions (evaluation/figures/represent.py: DrawRuns), or "".
         positions_per_step: sequence positions of a step on all ranks, padding included.
         groups: of the rows; `None` without.
+        resumes, weights_message: as of an upstream.
     """
 
     pictures: ClassVar[str] = ""
+    resumes, weights_message = False, ""
     name: str
     metric: str
     lower_is_better = False

@@ -219,8 +219,8 @@ class Run:
             "ds_path": path,
         }
         self.engine = build_engine(self.engine_name, build_with_initialisers(self.upstream.model), config, **settings)
-        if message := getattr(self.upstream, "weights_message", ""):  # tasks of fine-tuning have none
-            self.notices.append(message)
+        if self.upstream.weights_message:
+            self.notices.append(self.upstream.weights_message)
         self.context = RunContext(
             config=config,
             objective=self.objective,

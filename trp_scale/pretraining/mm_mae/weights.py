@@ -3,7 +3,7 @@ encoder to timm as a vision transformer of images."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -114,20 +114,23 @@ def load_multimae(
     names, parameters = weight_names(model), dict(model.named_parameters())
     present = {find_part(name) for name in parameters if any(source in tensors for source in names.sources(name))}
     kept = [name for name in parameters if find_part(name) not in present]
-    unknown = {name: parameter for name, parameter in parameters.items() if _embeds_absent(name, model.inputs, present)}
-    names.import_weights(model, tensors, kept={*unknown, *kept})
-    for parameter in unknown.values():
-        set_value(parameter, lambda: 0.0)
+    embedded = {name: modality for name in parameters if (modality := _embedded_modality(name))}
+    absent = [modality for modality in model.inputs if f"tokenisers.{modality}" not in present]
+    fresh = [name for name, modality in embedded.items() if modality in absent]
+    unused = [name for name, modality in embedded.items() if modality not in model.inputs]
+    names.import_weights(model, tensors, kept={*kept, *fresh, *unused})
+    for name in unused:
+        set_value(parameters[name], lambda: 0.0)
     left_out = [name for name in state if name not in tensors and not name.endswith(f".{POSITIONS}")]
-    lines = {"left out": listed_names(left_out), "left at their start": listed_names(kept)}
+    started = [listed_names(kept)] * bool(kept) + [f"embeddings of {modality} in decoders" for modality in absent]
+    lines = {"left out": listed_names(left_out), "left at their start": ", ".join(started)}
     return [f"{what}: {listed}" for what, listed in lines.items() if listed]
 
 
-def _embeds_absent(name: str, inputs: Collection[str], present: Collection[str]) -> bool:
-    """Return whether a parameter is a decoder's embedding of a modality that is no input, here or in MultiMAE."""
-    modality = name.rpartition(".")[2].removesuffix("_embedding")
-    is_embedding = name.startswith("decoders.") and name.endswith("_embedding")
-    return is_embedding and (modality not in inputs or f"tokenisers.{modality}" not in present)
+def _embedded_modality(name: str) -> str:
+    """Return the modality that a parameter of a decoder embeds, "" for other parameters."""
+    last = name.rpartition(".")[2]
+    return last.removesuffix("_embedding") if name.startswith("decoders.") and last.endswith("_embedding") else ""
 
 
 def sizes_from_weights(source: GivenWeights) -> dict[tuple[str, str], Any]:

@@ -167,6 +167,21 @@ def test_absent_modalities_keep_their_initial_weights() -> None:
     assert kept == depth and "decoders.depth" in lines
 
 
+def test_an_input_that_the_file_lacks_starts_fresh_in_decoders_too() -> None:
+    settings = settings_like_theirs()
+    before = {name: parameter.detach().clone() for name, parameter in small_model(settings).named_parameters()}
+    state = {
+        name: tensor
+        for name, tensor in published(settings).items()
+        if not name.startswith("input_adapters.depth.") and not name.endswith(".task_embeddings.depth")
+    }
+    model = small_model(settings)
+    lines = "; ".join(load_multimae(model, state))
+    kept = {name for name, parameter in model.named_parameters() if parameter.equal(before[name])}
+    assert {name for name in before if "depth_embedding" in name and name.startswith("decoders.")} <= kept
+    assert "tokenisers.depth" in lines and "embeddings of depth" in lines
+
+
 @pytest.mark.parametrize(
     "recipe",
     always(["mm_mae_vit_b_in1k_400", "mm_mae_vit_b_in1k_1600", "mm_mae_vit_b_s50_800"], "mm_mae_vit_b_in1k_400"),
