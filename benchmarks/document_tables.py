@@ -10,7 +10,7 @@ of a single recipe with all assumptions.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -22,10 +22,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from trp_scale.config import PretrainConfig
 from trp_scale.config.finetuning import FinetuneConfig
 from trp_scale.config.loader import data, known_recipes, load_recipe, summary
-from trp_scale.console import GIB
+from trp_scale.console import GIB, Cell, Table
 from trp_scale.errors import RefusedError
 from trp_scale.planning.clusters import GPUS
-from trp_scale.planning.command import best_on, curve, table
+from trp_scale.planning.command import best_on, curve
 from trp_scale.planning.counting import Counted
 from trp_scale.planning.plan import ClusterPlan
 from trp_scale.pretraining.base import DataFacts
@@ -54,6 +54,7 @@ KINDS: dict[str, Callable[[Any], bool]] = {
 
 
 Document = Literal["recipes", "scaling"]
+Row = list[str | Cell]
 
 
 @dataclass(kw_only=True)
@@ -82,18 +83,14 @@ def learns_masks(config: Any) -> bool:
     return bool(config.multilevel.kind != "none" or config.objective.uniformity > 0)
 
 
-def is_tiny(name: str) -> bool:
-    return name.endswith("_tiny")
-
-
-def planned_row(name: str, gpu: str) -> list[str]:
+def planned_row(name: str, gpu: str) -> Row:
     """A recipe of pre-training with the fastest layout that fits."""
     config = load_recipe(name)
     config.data.path = "(none)"
     counted = Counted(config, DataFacts(length=LENGTHS.get(name, 0)))
     plan = best_on(counted, GPUS[gpu], (RANKS,))[RANKS]
-    row = [
-        f"`{name}`",
+    row: Row = [
+        Cell(text=name, code=True),
         summary(name),
         data(name),
         f"{counted.parameters / 1e6:,.0f} M",
@@ -106,29 +103,33 @@ def planned_row(name: str, gpu: str) -> list[str]:
     return [*row, plan.layout.name, f"{plan.memory.device / GIB:.1f}", f"{hours:,.{0 if hours >= 10 else 1}f}"]
 
 
-def fine_tuning_row(name: str) -> list[str]:
+def fine_tuning_row(name: str) -> Row:
     """A recipe of fine-tuning; its encoder is given by --from, so that it is not planned."""
     config = load_recipe(name)
     assert isinstance(config, FinetuneConfig), "not of pre-training"
-    epochs = config.downstream.epochs
-    length = f"{epochs:g} epochs" if epochs else f"{config.training.steps:,} steps"
-    return [f"`{name}`", summary(name), data(name), f"{config.batch.global_size:,}", length]
+    length = f"{epochs:g} epochs" if (epochs := config.downstream.epochs) else f"{config.training.steps:,} steps"
+    return [Cell(text=name, code=True), summary(name), data(name), f"{config.batch.global_size:,}", length]
+
+
+def table(head: Sequence[str], rows: Sequence[Row]) -> str:
+    """Return a Markdown table."""
+    return Table(head=head, rows=rows, words=len(head)).to_markdown()
 
 
 def recipe_tables(gpu: str) -> Iterator[str]:
     """Yield the lines of docs/recipes.md."""
     pre_training = known_recipes(PretrainConfig)
     for heading, belongs in KINDS.items():
-        names = [name for name in pre_training if not is_tiny(name) and belongs(load_recipe(name))]
-        yield from (f"### {heading}", "", *table(HEAD, [planned_row(name, gpu) for name in names]), "")
+        rows = [planned_row(name, gpu) for name in planned_recipes() if belongs(load_recipe(name))]
+        yield from (f"### {heading}", "", table(HEAD, rows), "")
     tuned = [name for name in known_recipes() if name not in pre_training]
-    yield from ("### Fine-tuning", "", *table(FINE_TUNING, [fine_tuning_row(name) for name in tuned]), "")
-    tiny = [[f"`{name}`", summary(name), data(name)] for name in pre_training if is_tiny(name)]
-    yield from ("### For trying things out", "", *table(("recipe", "what it is", "data"), tiny), "")
+    yield from ("### Fine-tuning", "", table(FINE_TUNING, [fine_tuning_row(name) for name in tuned]), "")
+    tiny = [[Cell(text=name, code=True), summary(name), data(name)] for name in pre_training if name.endswith("_tiny")]
+    yield from ("### For trying things out", "", table(("recipe", "what it is", "data"), tiny), "")
 
 
 def planned_recipes() -> list[str]:
-    return [name for name in known_recipes(PretrainConfig) if not is_tiny(name)]
+    return [name for name in known_recipes(PretrainConfig) if not name.endswith("_tiny")]
 
 
 def days(plan: ClusterPlan | RefusedError, first: ClusterPlan | RefusedError) -> str:
@@ -141,35 +142,34 @@ def days(plan: ClusterPlan | RefusedError, first: ClusterPlan | RefusedError) ->
     return f"{plan.days:,.2f} ({rate / base:.0%})"
 
 
-def scaling_section(name: str, gpu: str) -> tuple[list[str], list[str]]:
-    """Return a recipe's row in the first table of docs/scaling.md, and the lines of its folded table."""
+def scaling_section(name: str, gpu: str) -> tuple[Row, str]:
+    """Return a recipe's row in the first table of docs/scaling.md, and its folded table."""
     config = load_recipe(name)
     config.data.path = "(none)"
     counted = Counted(config, DataFacts())
     plans = best_on(counted, GPUS[gpu], WORLDS)
     size = [f"{counted.parameters / 1e6:,.0f} M", f"{config.batch.global_size:,} x {counted.outline.positions:,}"]
-    row = [f"`{name}`", *size, *(days(plan, plans[WORLDS[0]]) for plan in plans.values())]
-    return row, [f'<details id="{name}" markdown>', f"<summary>{name}</summary>", "", *curve(plans), "", "</details>"]
+    row: Row = [Cell(text=name, code=True), *size, *(days(plan, plans[WORLDS[0]]) for plan in plans.values())]
+    folded = f'<details id="{name}" markdown>\n<summary>{name}</summary>\n\n{curve(plans).to_markdown()}\n\n</details>'
+    return row, folded
 
 
 def scaling_tables(gpu: str) -> Iterator[str]:
     """Yield the lines of docs/scaling.md."""
     sections = [scaling_section(name, gpu) for name in planned_recipes()]
-    yield from (*table(SCALING, [row for row, _ in sections]), "", "### Layouts", "", LAYOUTS, "")
-    for _, lines in sections:
-        yield from (*lines, "")
+    yield from (table(SCALING, [row for row, _ in sections]), "", "### Layouts", "", LAYOUTS, "")
+    for _, folded in sections:
+        yield from (folded, "")
 
 
 def main(options: Options) -> None:
     """Print the tables, or put them into the document."""
-    lines = []
-    for line in (recipe_tables if options.document == "recipes" else scaling_tables)(options.gpu):
-        lines.append(line)
-        print(line, flush=True)
+    tables = "\n".join((recipe_tables if options.document == "recipes" else scaling_tables)(options.gpu))
+    print(tables)
     if options.write:
         path, first = DOCS / f"{options.document}.md", begin(options.document)
         before, _, rest = path.read_text(encoding="utf-8").partition(first)
-        path.write_text(before + "\n".join([first, "", *lines]) + END + rest.partition(END)[2], encoding="utf-8")
+        path.write_text(before + "\n".join([first, "", tables]) + END + rest.partition(END)[2], encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import math
 import os
 import re
 import sys
+import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TextIO
@@ -128,7 +129,8 @@ class Table(Shown):
             yield [Cell(text=cell) if isinstance(cell, str) else cell for cell in row]
 
     def to_rich(self) -> RichTable:
-        """Return a table for a rich console; texts are not markup."""
+        """Return a table for a rich console; texts are not markup. In a table wider than `width` the headings are
+        wrapped to the widths of their columns."""
         from rich import box
         from rich.table import Table as RichTable
         from rich.text import Text
@@ -136,8 +138,18 @@ class Table(Shown):
         head, *body = self.cells()
         table = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True, caption_justify="left")
         table.caption = "\n".join(self.notes) or None
-        for column, cell in enumerate(head):
-            table.add_column(Text(cell.text), justify="left" if column < self.words else "right", overflow="fold")
+        columns = [[len(cell.text) for cell in column] for column in zip(head, *body, strict=True)]
+        wrapped = sum(max(column) + 2 for column in columns) > self.width
+        for number, (cell, lengths) in enumerate(zip(head, columns, strict=True)):
+            width = max(lengths[1:] if wrapped and body else lengths)
+            text = textwrap.fill(cell.text, max(1, width), break_long_words=False, break_on_hyphens=False)
+            words = [word for row in body for word in row[number].text.split()]
+            table.add_column(
+                Text(text),
+                justify="left" if number < self.words else "right",
+                overflow="fold",
+                min_width=min(16, max(map(len, words), default=1)),
+            )
         for number, row in enumerate(body):
             style = "bold red" if number in self.marked else None
             table.add_row(*(Text(cell.text, style="bold" if cell.strong else "") for cell in row), style=style)
@@ -150,16 +162,12 @@ class Table(Shown):
         yield replace(self, notes=()).to_rich()
         yield from (Text(note) for note in self.notes)
 
-    def to_markdown(self, *, padded: bool = False) -> str:
-        """Render with the title as a heading of level two. `padded`: for a terminal: align the columns and do not
-        escape texts."""
-        lines = [[cell.text if padded else _markdown_cell(cell) for cell in row] for row in self.cells()]
-        widths = [max(len(line[column]) for line in lines) if padded else 0 for column in range(len(self.head))]
-        rule = ["-" * max(3, width) if column < self.words else "---:" for column, width in enumerate(widths)]
-        lines.insert(1, rule)
-        padding = [[text.ljust(width) for text, width in zip(line, widths, strict=True)] for line in lines]
+    def to_markdown(self) -> str:
+        """Render with the title as a heading of level two."""
+        head, *body = (f"| {' | '.join(map(_markdown_cell, row))} |" for row in self.cells())
+        rule = " | ".join("---" if column < self.words else "---:" for column in range(len(self.head)))
         heading = f"## {self.title}" if self.title else ""
-        rows = "\n".join(f"| {' | '.join(line)} |" for line in padding)
+        rows = "\n".join([head, f"| {rule} |", *body])
         notes = "\n".join(f"- {escape_markdown(note)}" for note in self.notes)
         return "\n\n".join(filter(None, [heading, rows, notes]))
 

@@ -8,9 +8,6 @@ DIRECTORY/index.bin is written from the JSON indexes of the tars:
     rows         [b] int32, rows of each block
     first        [b] int64, number of each block's first sample
     keys         text only: the blocks' keys, joined
-    row_source   optional: [rows] int32, number of each row's source or group
-    segments     optional: [rows] int32, packed segments of each row
-    segment_ends optional: [sum of segments] int32, end of each segment in its row
     description  JSON: tars and their sizes, suffixes of the members, hashes, offset of each array
 
 Each process needs 249 bytes and 5 microseconds an image for the JSON indexes: 100 GB and half an hour for 400 M images.
@@ -25,11 +22,10 @@ import hashlib
 import json
 import os
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import IO, Any, overload
 
 import numpy as np
@@ -57,9 +53,6 @@ _KINDS: dict[str, np.dtype[Any]] = {
     "rows": np.dtype("<i4"),
     "first": np.dtype("<i8"),
     "keys": np.dtype("|u1"),
-    "row_source": np.dtype("<i4"),
-    "segments": np.dtype("<i4"),
-    "segment_ends": np.dtype("<i4"),
 }
 """Types of all arrays except `samples`."""
 _END = 4096
@@ -173,21 +166,13 @@ class IndexWriter:
         self._counts.append(len(records))
         self._highest_label = max(self._highest_label, int(tar.labels.max(initial=-1)))
 
-    def finish(
-        self,
-        blocks: OrderBlocks,
-        *,
-        digest: str,
-        rows_per_block: int | None,
-        row_columns: Mapping[str, npt.NDArray[np.int32]] = MappingProxyType({}),
-    ) -> None:
+    def finish(self, blocks: OrderBlocks, *, digest: str, rows_per_block: int | None) -> None:
         """Write the blocks and the description.
 
         Args:
             blocks: blocks of all tars.
             digest: hash of the table that the JSON indexes give.
             rows_per_block: images of a block; `None` if each sample is a block.
-            row_columns: optional arrays by name: row_source, segments, segment_ends.
         """
         self._describe("samples", self._record.str, sum(self._counts), _START.size, self._digest.hexdigest())
         self._append("identities", blocks.identities)
@@ -195,8 +180,6 @@ class IndexWriter:
         self._append("first", blocks.first)
         if rows_per_block is None:
             self._append("keys", np.frombuffer("\n".join(blocks.keys).encode(), dtype=np.uint8))
-        for name, column in row_columns.items():
-            self._append(name, column.astype(_KINDS[name]))
         document = {
             **self._document,
             "digest": digest,
@@ -324,10 +307,6 @@ class BinaryIndex:
         if not array.length:
             return np.empty(0, dtype=kind)
         return np.memmap(self.path, dtype=kind, mode="r", offset=array.offset, shape=(array.length,))
-
-    def row_column(self, name: str) -> npt.NDArray[np.int32] | None:
-        """Map an optional array, such as `row_source`; `None` if the data set has none."""
-        return self.array(name) if name in self._arrays else None
 
     @property
     def _advice(self) -> str:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -20,46 +21,53 @@ from trp_scale.planning.plan import ClusterPlan, fitting, make_plans, refusal
 from trp_scale.planning.plan import assumptions as step_assumptions
 from trp_scale.pretraining.base import DataFacts, find_upstream, set_length
 
-
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return the lines of a Markdown table with aligned columns."""
-    return Table(head=head, rows=rows, words=len(head)).to_markdown(padded=True).splitlines()
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 
-RANKING = ("layout", "micro x acc.", "GiB a GPU", "step ms", "rows/s", "peak", "GB sent", "collectives", "bound by")
+RANKING = ("layout", "micro x acc.", "GiB", "step ms", "rows/s", "peak", "GB sent", "sends", "bound by")
 
 
-def ranking(plans: Sequence[ClusterPlan]) -> list[str]:
-    """Return a table with a line for each plan that fits."""
+def ranking(plans: Sequence[ClusterPlan]) -> Table:
+    """Return a table with a row for each plan that fits."""
     rows = []
     for plan in plans:
         assert plan.step is not None, "of a plan that fits"
+        layout, *figures = _cells(plan)
         sent = [f"{plan.bytes_sent() / 1e9:.2f}", f"{plan.collectives:,}"]
-        rows.append([*_cells(plan), f"{plan.step.flops:.0%}", *sent, plan.step.bound])
-    return table(RANKING, rows)
+        step = f"{plan.seconds * 1e3:,.0f}"
+        rows.append([layout, *figures[:2], step, *figures[2:], *sent, plan.step.bound])
+    return Table(
+        head=RANKING, rows=rows, notes=["GiB: of a GPU; peak: share of its FLOP/s; sends: collectives of a step"]
+    )
 
 
 def _cells(plan: ClusterPlan) -> list[str]:
     """Return the columns that the ranking and the curve share."""
+    assert plan.step is not None, "of a plan that fits"
     return [
         plan.layout.name,
         f"{plan.micro} x {plan.accumulation}",
         f"{plan.memory.device / GIB:.1f}",
-        f"{plan.seconds * 1e3:,.0f}",
         f"{plan.rows_a_second:,.0f}",
+        f"{plan.step.flops:.0%}",
     ]
 
 
-def memory_lines(plans: Sequence[ClusterPlan]) -> list[str]:
-    """Return a table of GiB by purpose, a line for each plan."""
-    names = [field_.name for field_ in fields(plans[0].memory)]
-    rows = []
+def memory_table(plans: Sequence[ClusterPlan]) -> Table:
+    """Return a table of GiB by purpose, a row for each plan."""
+    columns: dict[str, list[str]] = {}
     for plan in plans:
-        parts = [f"{getattr(plan.memory, name) / GIB:.2f}" for name in names]
-        rows.append([plan.layout.name, *parts, "yes" if plan.fits else f"lacks {plan.short / GIB:.1f}"])
-    used = [0, *(n for n in range(1, len(names) + 1) if any(row[n] != "0.00" for row in rows)), len(names) + 1]
-    head = ["GiB a GPU", *names, "fits"]
-    return table([head[n] for n in used], [[row[n] for n in used] for row in rows])
+        size = vars(plan.memory)
+        rest = sum(size.pop(name) for name in ("gathered", "buckets", "workspace"))
+        for name, value in {**size, "rest": rest}.items():
+            columns.setdefault(name, []).append(f"{value / GIB:.2f}")
+    columns = {name: column for name, column in columns.items() if any(cell != "0.00" for cell in column)}
+    columns["lacks"] = ["-" if plan.fits else f"{plan.short / GIB:.1f}" for plan in plans]
+    rows = [[plan.layout.name, *row] for plan, row in zip(plans, zip(*columns.values(), strict=True), strict=True)]
+    return Table(
+        head=["GiB a GPU", *columns], rows=rows, notes=["rest: gathered weights, buckets of collectives, workspace"]
+    )
 
 
 def time_lines(plan: ClusterPlan) -> list[str]:
@@ -83,23 +91,21 @@ def time_lines(plan: ClusterPlan) -> list[str]:
     ]
 
 
-CURVE = ("GPUs", "layout", "micro x acc.", "GiB a GPU", "step ms", "rows/s", "efficiency", "peak", "days", "GPU-hours")
+CURVE = ("GPUs", "layout", "micro x acc.", "GiB", "rows/s", "peak", "efficiency", "days")
 
 
-def curve(plan_of_world: Mapping[int, ClusterPlan | RefusedError]) -> list[str]:
-    """Return a table of the best plan on each number of GPUs. Efficiency: rows/s per GPU relative to the first that
-    fits."""
+def curve(plan_of_world: Mapping[int, ClusterPlan | RefusedError]) -> Table:
+    """Return a table of the best plan on each number of GPUs, with refusals as notes. Efficiency: rows/s per GPU
+    relative to the first that fits."""
     plans = [plan for plan in plan_of_world.values() if isinstance(plan, ClusterPlan)]
-    rows = []
+    rows, notes = [], []
     for gpus, plan in plan_of_world.items():
         if isinstance(plan, RefusedError):
-            rows.append([str(gpus), str(plan).partition(":")[0], *[""] * (len(CURVE) - 2)])
+            notes.append(f"{gpus} GPUs: {str(plan).partition(':')[0]}")
             continue
-        assert plan.step is not None, "of a plan that fits"
         rate, first = (item.rows_a_second / item.cluster.gpus for item in (plan, plans[0]))
-        shares = [f"{rate / first:.0%}", f"{plan.step.flops:.0%}"]
-        rows.append([str(gpus), *_cells(plan), *shares, f"{plan.days:,.2f}", f"{plan.gpu_hours:,.0f}"])
-    return table(CURVE, rows)
+        rows.append([str(gpus), *_cells(plan), f"{rate / first:.0%}", f"{plan.days:,.2f}"])
+    return Table(head=CURVE, rows=rows, words=2, notes=notes)
 
 
 def describe_plan(counted: Counted, cluster: clusters.Cluster) -> Iterator[str]:
@@ -154,21 +160,24 @@ class RunPlan(Shown):
         """Fastest layout."""
         return self.plans[0]
 
-    def parts(self) -> Iterator[str]:
+    def parts(self) -> Iterator[RenderableType]:
         """Yield the layouts with memory, time and commands, the curve, and the assumptions."""
-        yield from describe_plan(self.counted, self.cluster)
+        from rich.text import Text
+
+        yield from map(Text, describe_plan(self.counted, self.cluster))
         best = fitting(self.plans)[: self.listed or None]
-        yield from ["", *ranking(best), "", *memory_lines(self.plans), ""]
+        yield from ranking(best).parts()
+        yield from memory_table(self.plans).parts()
         if self.listed:
             yield f"best: {self.best.layout.name}"
-        yield from time_lines(self.best)
+        yield from map(Text, time_lines(self.best))
         if self.listed:
             yield ""
             yield from (f"{number}. {plan.command(self.recipe)}" for number, plan in enumerate(best, 1))
         if self.curve:
-            yield from ["", *curve(self.curve)]
+            yield from curve(self.curve).parts()
         yield "\nassumed:"
-        yield from (f"- {line}" for line in self.assumed)
+        yield from (Text(f"- {line}") for line in self.assumed)
 
 
 def plan(arguments: PlanArguments) -> RunPlan:

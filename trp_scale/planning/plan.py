@@ -68,10 +68,10 @@ class Step:
     @property
     def bound(self) -> str:
         """Resource that limits the step."""
-        seconds = {"loader": self.loader, "host": self.host, "communication": self.exposed, "GPU": self.compute}
+        seconds = {"loader": self.loader, "host": self.host, "network": self.exposed, "GPU": self.compute}
         if self.seconds in (self.loader, self.host):
             return "loader" if self.seconds == self.loader else "host"
-        return max(("communication", "GPU"), key=lambda name: seconds[name])
+        return max(("network", "GPU"), key=lambda name: seconds[name])
 
 
 def peak_flops(config: Config, gpu: Gpu) -> float:

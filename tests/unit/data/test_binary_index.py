@@ -17,7 +17,7 @@ from tests.unit.data import loaded, stored
 from tests.unit.data.images import stored as images
 from trp_scale.cli.main import main
 from trp_scale.data import binary_index
-from trp_scale.data.binary_index import NAME, find_index, new_index
+from trp_scale.data.binary_index import NAME, find_index
 from trp_scale.data.images.dataset import ImageDataset, open_image_dataset
 from trp_scale.data.index import index_path, read_json, write_json
 from trp_scale.data.plan import MixtureMember, TrainPlan
@@ -234,20 +234,3 @@ def test_one_made_again_under_a_run_is_refused_by_its_workers(pictures: Path) ->
     write_dataset_index(pictures, document)
     with pytest.raises(DataError, match=r"index\.bin"):
         pickle.loads(content)
-
-
-def test_optional_columns_of_rows(text: Path) -> None:
-    indexed(text)
-    table, blocks = loaded.table_of(text)
-    columns = {"row_source": np.arange(21), "segments": np.ones(21), "segment_ends": np.arange(21, 42)}
-    with new_index(text / "shards", table.suffixes) as writer:
-        writer.finish(blocks, digest=table.digest, rows_per_block=None, row_columns=columns)
-    binary = find_index(text / "shards")
-    assert binary is not None
-    binary.verify()
-    for name, values in columns.items():
-        assert (column := binary.row_column(name)) is not None and column.dtype == np.int32
-        assert column.tolist() == values.tolist()
-    indexed(text)
-    plain = find_index(text / "shards")
-    assert plain is not None and plain.row_column("row_source") is None

@@ -28,7 +28,7 @@ def test_a_plan_is_printed_with_its_curve_and_assumptions(capsys: pytest.Capture
     printed = capsys.readouterr().out
     assert "8 x h100 in 1 node\n" in printed
     assert "1. torchrun --nproc_per_node 8 launch/pretrain.py --engine ddp --recipe pos_bert_tiny" in printed
-    assert "| 100 " in printed and "global batch 1024 does not divide over 100 ranks" in printed
+    assert "100 GPUs: global batch 1024 does not divide over 100 ranks" in printed
     assert "assumed:\n- no data set to read: shapes from --length and --vocabulary\n" in printed
     assert "- predicted, not measured; h100: 989 TFLOP/s" in printed
 
@@ -60,12 +60,12 @@ def test_a_dry_run_plans_the_very_command_and_writes_nothing(
     printed = capsys.readouterr().out
     assert not run.exists()
     assert "1 x a100-80 in 1 node" in printed
-    assert "| plain " in printed and "| ddp " not in printed
+    assert "\n plain " in printed and "\n ddp " not in printed
     assert "assumed: a100-80" in printed
 
 
 def test_a_dry_run_plans_cut_matrices(tmp_path: Path, text_dataset: Path) -> None:
     words = flags(text_dataset, tmp_path / "run", engine="megatron", megatron__tensor_parallel=2)
     printed = str(dry_run(parse(words), 4))
-    assert "| megatron TP 2 " in printed and "megatron TP 1" not in printed
+    assert "\n megatron TP 2 " in printed and "megatron TP 1" not in printed
     assert "4 x a100-80 in 1 node" in printed
