@@ -24,8 +24,16 @@ KINDS: dict[str, dict[str, Any]] = {
     "absolute_coordinate": {"lr": 15.0, "eps": 0.1},
     "relative_embedding": {"lr": 300.0, "eps": 0.2},
     "relative_coordinate": {"lr": 60000.0, "eps": 0.2},
+    "bias_embedding": {"kind": "relative_embedding", "lr": 300.0, "eps": 0.2},
+    "values_coordinate": {"kind": "relative_coordinate", "lr": 20000.0, "eps": 0.2},
 }
 """Rates at which each kind goes a good part of the way to its ball's edge, and balls that some of it reaches."""
+
+VISION = {
+    "bias_embedding": {"relative_mode": "bias"},
+    "values_coordinate": {"relative_mode": "bias", "relative_values": True},
+}
+"""Relative positions other than contextual ones on keys."""
 
 NORM = {
     "absolute_embedding": "linf",
@@ -57,10 +65,10 @@ def changes(kind: str, *, balancer: str = "", **adversary: Any) -> dict[str, Any
     """Settings of a run with this adversary at the encoder and the decoder, by default climbing by sgd."""
     settings = {"ascent": "sgd", "norm": NORM.get(kind, "linf"), "where": "both", "check_every": 1}
     return {
-        "adversary": {**settings, **KINDS.get(kind, {}), "kind": kind, **adversary},
+        "adversary": {**settings, "kind": kind, **KINDS.get(kind, {}), **adversary},
         "optimizer": {"kind": "adamw", "lr": 3e-3, "eps": EPSILON},
         "training": {"steps": STEPS},
-        "vision": {"decoder_layers": 1},
+        "vision": {"decoder_layers": 1, **VISION.get(kind, {})},
         **({"balancer": BALANCING[balancer]} if balancer else {}),
     }
 
@@ -111,10 +119,10 @@ def test_the_projection_and_the_adversary_s_effect_are_in_what_is_compared() -> 
     for kind, own in KINDS.items():
         theirs = reference(changes(kind))
         assert theirs.vector is not None
-        width = {"absolute_embedding": 1, "absolute_coordinate": 2, "relative_embedding": 16, "relative_coordinate": 1}
-        encoder = theirs.vector[: len(theirs.vector) // width[kind] * width[kind]]
+        width = {"absolute_coordinate": 2, "relative_embedding": 16}.get(kind, 1)
+        encoder = theirs.vector[: len(theirs.vector) // width * width]
         if kind != "relative_embedding":  # whose decoder balls are of another width
-            sizes = encoder.view(-1, width[kind]).norm(dim=1)
+            sizes = encoder.view(-1, width).norm(dim=1)
             assert float(sizes.max()) == pytest.approx(own["eps"], rel=1e-4), kind
         without = reference({**changes(kind), "adversary": {"kind": "none"}})
         assert too_far(without, theirs), f"{kind} does nothing to the weights"

@@ -26,14 +26,29 @@ class VisionConfig:
 
 
 @dataclass(kw_only=True)
-class RelativeVisionConfig(VisionConfig):
+class RelativeVisionConfig(VisionConfig, Section):
     """Encoders with optional relative positions."""
 
     positions: Literal["absolute", "relative"] = "absolute"
-    """absolute: fixed sine-cosine positions. relative: also iRPE (contextual product on keys, a table per block)."""
+    """absolute: fixed sine-cosine positions. relative: also iRPE (a table per block)."""
+    relative_mode: Literal["contextual", "bias"] = "contextual"
+    """Bias of the score of a query and a key (AdPE 4.2.1). contextual: product of the query and the offset's vector.
+    bias: a number per offset."""
+    relative_values: bool = False
+    """Also add an offset's vector to the value of a key, from a second table (r^V of AdPE 4.2.1). Attention is then not
+    fused."""
     index: Literal["rounded", "relaxed"] = "rounded"
     """Lookup of an offset in the relative table: rounded (iRPE), or relaxed with interpolation (AdPE 4.2.3). A relative
     coordinate adversary always uses --adversary.index."""
+
+    def problems(self, config: Any) -> Iterator[str]:
+        default = RelativeVisionConfig()
+        for name in ("relative_mode", "relative_values"):
+            if self.positions == "absolute" and (value := getattr(self, name)) != getattr(default, name):
+                yield (
+                    f"--vision.{name} is {value} but --vision.positions is absolute; allowed: --vision.positions "
+                    f"relative, or --vision.{name} {getattr(default, name)}"
+                )
 
 
 @dataclass(kw_only=True)

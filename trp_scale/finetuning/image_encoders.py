@@ -55,7 +55,7 @@ def image_encoder_from_run(
         ("downstream", "learned_positions"): learned,
     }
     if isinstance(config.vision, RelativeVisionConfig):
-        settings["vision", "positions"] = config.vision.positions
+        settings |= {("vision", name): getattr(config.vision, name) for name in RELATIVE_SETTINGS}
         settings["vision", "index"] = index or config.vision.index
     return EncoderSource(path=path, text=False, settings=settings, read=read, checkpoint=checkpoint)
 
@@ -92,6 +92,9 @@ def encoder_from_files(path: str, source: GivenWeights) -> EncoderSource:
     learned = {} if weights.order else {"pos_embed": weights.positions}
     return EncoderSource(path=path, text=False, settings=settings, read=lambda: tensors | learned)
 
+
+RELATIVE_SETTINGS = ("positions", "relative_mode", "relative_values")
+"""Settings of `vision` that the encoder's weights fix, in addition to the index."""
 
 OF_MAE = ("decoder", "prediction.", "mask_token")
 """Names of the parts of an autoencoder that fine-tuning does not need."""

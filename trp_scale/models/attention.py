@@ -27,6 +27,14 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None) -
     return context.to(queries.dtype)
 
 
+def attention_shares(queries: Tensor, keys: Tensor, bias: Tensor | None) -> Tensor:
+    """Return softmax(Q K^T / sqrt(D / H) + bias) [B, H, Q, T] in fp32 or fp64, which `attend` never stores. Autocast
+    rounds the products."""
+    dtype = torch.promote_types(queries.dtype, torch.float32)
+    scores = (queries.to(dtype) @ keys.to(dtype).transpose(-1, -2)).to(dtype) * queries.shape[-1] ** -0.5
+    return torch.softmax(scores if bias is None else scores + bias.to(dtype), dim=-1)
+
+
 class PackedSegments(NamedTuple):
     """Segments of packed rows; positions attend to those of their own segment. The padding at the end of a row is one.
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trp_scale.config import ModelConfig
-from trp_scale.config.images import DecodedVisionConfig
+from trp_scale.config.images import DecodedVisionConfig, RelativeVisionConfig
 from trp_scale.core.batch import Extra
 from trp_scale.models.tensor_plan import WHOLE, Cut
 
@@ -123,6 +123,7 @@ SETTLED = 7
 REACH at 6.33."""
 
 IndexKind = Literal["rounded", "relaxed", "straight_through"]
+RelativeMode = Literal["contextual", "bias"]
 
 
 class RelativeInputs(NamedTuple):
@@ -209,9 +210,9 @@ def axis_offsets(grid: int, index: IndexKind, shift: Tensor) -> tuple[Tensor, Te
     return (offsets + whole.long()).clamp(-SETTLED, SETTLED) + SETTLED, node_weights(ends + (shift - whole), index)
 
 
-def grid_offsets(grid: int, index: IndexKind, shift: Tensor, head_size: int) -> Offsets:
-    """Return the vectors of a grid shifted by `shift` [..., 2] patches: pairs of offsets, then the class token, then
-    one or more zero vectors up to a multiple of 8, for fast matrix products."""
+def grid_offsets(grid: int, index: IndexKind, shift: Tensor, head_size: int, *, class_queries: bool = False) -> Offsets:
+    """Return the vectors of a grid shifted by `shift` [..., 2] patches: pairs of offsets, the class token as a key and
+    as a query (zero unless `class_queries`), then zero vectors up to a multiple of 8, for fast matrix products."""
     places, nodes = axis_offsets(grid, index, shift)  # [..., 2, 2G-1], [..., 2, P, 7]
     (rows, columns), count = places.unbind(-2), nodes.shape[-2]
     numbers = (rows.unsqueeze(-1) * count + columns.unsqueeze(-2)).flatten(-2)  # [..., (2G-1)^2]
@@ -221,7 +222,7 @@ def grid_offsets(grid: int, index: IndexKind, shift: Tensor, head_size: int) -> 
     weights = weights.flatten(-4, -3).flatten(-2)  # [..., P^2, 49]
     weights = F.pad(weights, (0, 1, 0, (count**2 + 2 + 7) // 8 * 8 - count**2))  # [..., R, 50]
     constant = torch.zeros(weights.shape[-2:], dtype=shift.dtype, device=shift.device)
-    constant[count**2, -1].fill_(head_size**-0.5)
+    constant[count**2 : count**2 + 1 + class_queries, -1].fill_(head_size**-0.5)
     return Offsets(weights + constant, torch.cat([numbers, others], dim=-1))
 
 
@@ -229,7 +230,7 @@ def pair_numbers(patches: Tensor, grid: int) -> Tensor:
     """Return the pair numbers of the class token and patches: [B, K] patch numbers -> [B, 1 + K, 1 + K] int64.
 
     A number is that of the offset x_i - x_j, rows first; (2G-1)^2 for the class token as a key; (2G-1)^2 + 1 for it as
-    a query, whose constant bias would cancel in the softmax and is zero."""
+    a query, whose constant bias would cancel in the softmax."""
     span = 2 * grid - 1
     rows, columns = patches // grid, patches % grid  # [B, K]
     cell = rows * span + columns
@@ -248,6 +249,7 @@ def relative_inputs(
     masked: int = 0,
     shifts: Tensor | None = None,
     tables: Tensor | None = None,
+    values: bool = False,
 ) -> list[RelativeInputs]:
     """Return the inputs of each block's relative positions; blocks share equal tensors.
 
@@ -256,17 +258,19 @@ def relative_inputs(
         head_size: D / H.
         dtype: fp32 or fp64, of the interpolation.
         shifts: [L, 2] added to row and column offset of masked queries.
-        tables: [L, 50, D / H] or [L, 1, D / H] added to the table for masked queries.
+        tables: [L, 50, D / H] or [L, 1, D / H] added to the table for masked queries; in the bias mode [L, 50 or 1, 1].
+        values: whether blocks have `RelativeValues`, where the class token as a query has an entry, as in iRPE.
     """
     numbers = pair_numbers(patches, grid)  # [B, T, T]
     shift = torch.zeros(1, 2, dtype=dtype, device=patches.device)
     if shifts is None or not masked:
-        offsets = grid_offsets(grid, index, shift[0], head_size)
+        offsets = grid_offsets(grid, index, shift[0], head_size, class_queries=values)
         inputs = [RelativeInputs(offsets.numbers[numbers], offsets.weights, masked)] * blocks
         if tables is not None and masked:
             inputs = [clean._replace(masked_table=table) for clean, table in zip(inputs, tables.unbind(0), strict=True)]
         return inputs
-    offsets = grid_offsets(grid, index, torch.cat([shift, shifts.to(dtype)]), head_size)
+    all_shifts = torch.cat([shift, shifts.to(dtype)])  # [1 + L, 2]
+    offsets = grid_offsets(grid, index, all_shifts, head_size, class_queries=values)
     pairs = offsets.numbers[0][numbers]
     clean = offsets.weights[:1].expand(blocks, -1, -1)
     weights = torch.cat([clean, offsets.weights[1:]], dim=1)  # [L, 2R, 50]
@@ -279,48 +283,52 @@ def relative_inputs(
     ]
 
 
-class RelativePositions(nn.Module):
-    """Relative positions of one block: iRPE's contextual product on keys (Wu et al.), with AdPE's relaxed index (AdPE
-    4.2).
+class RelativeTable(nn.Module):
+    """Table of relative positions of one block, AdPE 4.2.1: 49 entries, 7 per axis, and one entry for the class token.
 
-    The score of query i and key j gets a bias of q_i . r[x_i - x_j] / sqrt(D / H). A block's heads share one table r of
-    49 entries, 7 per axis, and one entry for the class token; it is zero at the start. The table is first interpolated
-    to one vector per different offset. Queries are multiplied with these vectors, and each pair looks up its product.
-    The vector numbers of pairs are equal in all blocks. A perturbed coordinate changes only the interpolation, which is
-    cheap.
+    It is zero at the start, and the block's heads share it. It is first interpolated to one vector per different
+    offset. The vector numbers of pairs are equal in all blocks. A perturbed coordinate changes only the interpolation,
+    which is cheap.
 
     Args:
-        head_size: D / H.
+        width: of an entry.
     """
 
     cut: Cut = WHOLE
 
-    def __init__(self, head_size: int) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.table = nn.Parameter(torch.zeros(BUCKETS, head_size))
+        self.table = nn.Parameter(torch.zeros(BUCKETS, width))
 
-    def forward(self, queries: Tensor, relative: RelativeInputs) -> Tensor:
-        """Return the bias of attention scores [B, H, Q, T] for the last Q tokens as queries [B, H, Q, D / H]: all T, or
-        the masked ones."""
-        count, masked = queries.shape[2], relative.masked
-        vectors = self.vectors(relative, queries.dtype)
+    def forward(self, rows: Tensor, relative: RelativeInputs) -> Tensor:
+        """Return `look_up` [B, H, Q, ...] for the last Q tokens as queries: all T, or the masked ones.
+
+        Args:
+            rows: [B, H, Q, ...], a row per query.
+        """
+        count, masked = rows.shape[2], relative.masked
+        vectors = self.vectors(relative, rows.dtype)
         pairs = relative.pairs[:, -count:]
         if len(vectors) == 1:
-            return look_up_pairs(queries, vectors[0], pairs)
+            return self.look_up(rows, vectors[0], pairs)
         others = pairs[:, -masked:] if relative.masked_pairs is None else relative.masked_pairs
         if count == masked:
-            return look_up_pairs(queries, vectors[1], others)
-        clean, moved = torch.split(queries, [count - masked, masked], dim=2)  # the gradient of split is one copy
+            return self.look_up(rows, vectors[1], others)
+        clean, moved = torch.split(rows, [count - masked, masked], dim=2)  # the gradient of split is one copy
         return torch.cat(
-            [look_up_pairs(clean, vectors[0], pairs[:, :-masked]), look_up_pairs(moved, vectors[1], others)], dim=2
+            [self.look_up(clean, vectors[0], pairs[:, :-masked]), self.look_up(moved, vectors[1], others)], dim=2
         )
 
+    def look_up(self, rows: Tensor, vectors: Tensor, pairs: Tensor) -> Tensor:
+        """Combine rows [B, H, Q, ...] with vectors [R, width] at pairs [B, Q, T]."""
+        raise NotImplementedError
+
     def vectors(self, relative: RelativeInputs, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """Return the vectors [R, D / H] of all queries, or of unmasked and of masked queries."""
+        """Return the vectors [R, width] / sqrt(D / H) of all queries, or of unmasked and of masked queries."""
         table: Tensor = self.table
         weights = relative.weights
         if relative.masked_table is not None:
-            table = torch.cat([table, table + relative.masked_table], dim=-1)  # [50, 2 D / H]
+            table = torch.cat([table, table + relative.masked_table], dim=-1)  # [50, 2 width]
         table = table.to(weights.dtype)
         if dtype == weights.dtype:
             vectors = weights @ table
@@ -333,10 +341,44 @@ class RelativePositions(nn.Module):
         return vectors.chunk(2) if relative.moved else (vectors,)
 
 
-def look_up_pairs(queries: Tensor, vectors: Tensor, pairs: Tensor) -> Tensor:
-    """Return products of queries [B, H, Q, D / H] and vectors [R, D / H] at pairs [B, Q, T], [B, H, Q, T]."""
-    products = F.linear(queries, vectors)  # [B, H, Q, R]
-    return products.gather(-1, pairs.unsqueeze(1).expand(-1, queries.shape[1], -1, -1))
+class RelativePositions(RelativeTable):
+    """Bias of attention scores by relative positions, on keys: iRPE (Wu et al.), with AdPE's relaxed index.
+
+    The score of query i and key j gets b_ij / sqrt(D / H). With the contextual product b_ij = q_i . r[x_i - x_j]:
+    queries are multiplied with the vectors, and each pair looks up its product. In the bias mode b_ij = r[x_i - x_j], a
+    number.
+
+    Args:
+        head_size: D / H.
+        mode: vision.relative_mode.
+    """
+
+    def __init__(self, head_size: int, mode: RelativeMode = "contextual") -> None:
+        super().__init__(head_size if mode == "contextual" else 1)
+        self.mode = mode
+
+    def look_up(self, rows: Tensor, vectors: Tensor, pairs: Tensor) -> Tensor:
+        """Return the bias [B, H, Q, T] of queries [B, H, Q, D / H], or [B, 1, Q, T] in the bias mode."""
+        if self.mode == "contextual":
+            products = F.linear(rows, vectors)  # [B, H, Q, R]
+        else:
+            products = vectors.T[None, None].expand(len(pairs), 1, pairs.shape[1], -1)  # [B, 1, Q, R]
+        return products.gather(-1, pairs.unsqueeze(1).expand(-1, products.shape[1], -1, -1))
+
+
+class RelativeValues(RelativeTable):
+    """Relative positions on values, r^V of AdPE 4.2.1: z_i = sum_j a_ij (v_j + r^V[x_i - x_j]) for attention a. A shift
+    of coordinates moves these offsets too; a perturbation of the bias's table leaves this one."""
+
+    def look_up(self, rows: Tensor, vectors: Tensor, pairs: Tensor) -> Tensor:
+        """Return sum_j a_ij r^V_ij [B, H, Q, D / H] for attention [B, H, Q, T]."""
+        sums = rows.new_zeros(*rows.shape[:3], len(vectors))  # [B, H, Q, R]
+        return sums.scatter_add(-1, pairs.unsqueeze(1).expand_as(rows), rows) @ vectors
+
+    def vectors(self, relative: RelativeInputs, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """Return the vectors [R, D / H] of all queries, or of unmasked and of masked queries."""
+        vectors = super().vectors(relative._replace(masked_table=None), dtype)
+        return tuple(part * self.table.shape[1] ** 0.5 for part in vectors)
 
 
 PERTURBATION = Extra("perturbation")
@@ -354,8 +396,8 @@ class PerturbationShape:
     block has its own.
 
     absolute_embedding: (1, D). absolute_coordinate: (1, 2), row and column in patches. relative_embedding: (L, 50,
-    D / H) with one vector per entry of the table, else (L, D / H). relative_coordinate: (L, 2), added to row and column
-    of x_i - x_j.
+    D / H) with one vector per entry of the table, else (L, D / H); 1 instead of D / H for a bias table.
+    relative_coordinate: (L, 2), added to row and column of x_i - x_j.
 
     Attributes:
         kind: kind of the adversary.
@@ -382,19 +424,21 @@ def perturbation_shape(model: ModelConfig, vision: DecodedVisionConfig, adversar
     """Return the shape for these settings; `None` if no position is perturbed (kinds none and pixels)."""
     if adversary.kind in ("none", "pixels"):
         return None
-    encoder = _part(adversary, model.layers, model.hidden_size, model.heads)
+    bias = isinstance(vision, RelativeVisionConfig) and vision.relative_mode == "bias"
+    encoder = _part(adversary, model.layers, model.hidden_size, model.heads, bias)
     if adversary.where == "encoder":
         return PerturbationShape(kind=adversary.kind, encoder=encoder)
-    decoder = _part(adversary, vision.decoder_layers, vision.decoder_hidden_size, vision.decoder_heads)
+    decoder = _part(adversary, vision.decoder_layers, vision.decoder_hidden_size, vision.decoder_heads, bias)
     return PerturbationShape(kind=adversary.kind, encoder=encoder, decoder=decoder)
 
 
-def _part(adversary: Any, layers: int, width: int, heads: int) -> tuple[int, ...]:
-    per_bucket = adversary.kind == "relative_embedding" and adversary.scope == "per_bucket"
+def _part(adversary: Any, layers: int, width: int, heads: int, bias: bool) -> tuple[int, ...]:
+    scope = adversary.scope if adversary.kind == "relative_embedding" else ""
+    entry = 1 if bias and scope != "value" else width // heads
     return {
         "absolute_embedding": (1, width),
         "absolute_coordinate": (1, 2),
-        "relative_embedding": (layers, BUCKETS, width // heads) if per_bucket else (layers, width // heads),
+        "relative_embedding": (layers, BUCKETS, entry) if scope == "per_bucket" else (layers, entry),
         "relative_coordinate": (layers, 2),
     }[adversary.kind]
 
@@ -405,8 +449,9 @@ class Perturbation(NamedTuple):
     Attributes:
         embedding: [D], added to the position embedding of masked patches (AdPE 4.1.1).
         coordinate: [2], added to row and column of masked patches (AdPE 4.1.2).
-        tables: [L, 50 or 1, D / H], added to the relative table for masked queries (AdPE 4.2.2).
-        values: [L, D / H], added to the attention output of each head for masked queries: r^V of AdPE 4.2.1.
+        tables: [L, 50 or 1, D / H or 1], added to the relative table for masked queries (AdPE 4.2.2).
+        values: [L, D / H], added to r^V of AdPE 4.2.1 for masked queries. Shares of attention sum to 1, so it is added
+            to the attention output of each head.
         offsets: [L, 2], added to the offsets of masked queries (AdPE 4.2.3).
     """
 

@@ -17,9 +17,17 @@ from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 
 from trp_scale.config.finetuning import ImageTaskConfig
-from trp_scale.models.attention import attend
+from trp_scale.config.images import RelativeVisionConfig
+from trp_scale.models.attention import attend, attention_shares
 from trp_scale.models.patches import patchify
-from trp_scale.models.positions import RelativeInputs, RelativePositions, interpolate, relative_inputs, sine_cosine
+from trp_scale.models.positions import (
+    RelativeInputs,
+    RelativePositions,
+    RelativeValues,
+    interpolate,
+    relative_inputs,
+    sine_cosine,
+)
 from trp_scale.models.tensor_plan import WHOLE, Cut, TensorPlan
 
 
@@ -49,14 +57,21 @@ class TransformerBlock(Block):  # type: ignore[misc]
         heads: H, must divide the width.
         intermediate: width of the feed-forward layer.
         eps: epsilon of the layer norms.
-        relative: whether attention has relative positions, with a table for this block.
+        relative: settings of relative positions, with tables for this block; `None` without.
         drop_path: probability to drop a branch for a sequence in training (Huang et al. 2016).
     """
 
     cut: Cut = WHOLE
 
     def __init__(
-        self, width: int, heads: int, intermediate: int, *, eps: float, relative: bool, drop_path: float = 0.0
+        self,
+        width: int,
+        heads: int,
+        intermediate: int,
+        *,
+        eps: float,
+        relative: RelativeVisionConfig | None = None,
+        drop_path: float = 0.0,
     ) -> None:
         super().__init__(
             dim=width,
@@ -67,7 +82,8 @@ class TransformerBlock(Block):  # type: ignore[misc]
             norm_layer=partial(nn.LayerNorm, eps=eps),
         )
         self.heads, self.head_size = heads, width // heads
-        self.relative_positions = RelativePositions(width // heads) if relative else None
+        self.relative_positions = RelativePositions(self.head_size, relative.relative_mode) if relative else None
+        self.relative_values = RelativeValues(self.head_size) if relative and relative.relative_values else None
 
     def sequence_length(self, tokens: Tensor, *others: object, **named: object) -> int:
         """Return T. A run has few different lengths, each with its own compiled graph (engines/compiled.py)."""
@@ -100,7 +116,12 @@ class TransformerBlock(Block):  # type: ignore[misc]
         if last is not None:
             queries, tokens = queries[:, :, -last:], self.cut.split(self.cut.whole(tokens)[:, -last:])
         bias = None if self.relative_positions is None else self.relative_positions(queries, relative)
-        context = attend(queries, keys, values, bias)  # [B, H, Q, D / H]
+        if self.relative_values is None:
+            context = attend(queries, keys, values, bias)  # [B, H, Q, D / H]
+        else:
+            shares = attention_shares(queries, keys, bias)  # [B, H, Q, T]
+            context = shares @ values.to(shares.dtype) + self.relative_values(shares, relative)
+            context = context.to(values.dtype)
         if value is not None:
             context = context + masked_rows(self.cut.share_input(value).to(context.dtype), context.shape[2], masked)
         tokens = tokens + self.drop_path1(self.attn.proj(context.transpose(1, 2).flatten(2)))  # [B, Q, D]
@@ -110,7 +131,14 @@ class TransformerBlock(Block):  # type: ignore[misc]
 
 
 def stack_blocks(
-    count: int, width: int, heads: int, intermediate: int, *, eps: float, relative: bool = False, drop_path: float = 0.0
+    count: int,
+    width: int,
+    heads: int,
+    intermediate: int,
+    *,
+    eps: float,
+    relative: RelativeVisionConfig | None = None,
+    drop_path: float = 0.0,
 ) -> nn.ModuleList:
     """Return blocks of one size; their drop path rates grow linearly from 0 to `drop_path`."""
     rates = torch.linspace(0.0, drop_path, count).tolist()
@@ -175,8 +203,7 @@ class ImageEncoder(nn.Module):
         self.patch_size = vision.patch_size
         self.grid = config.crops.size // vision.patch_size
         width = model.hidden_size
-        self.index = vision.index
-        self.relative = vision.positions == "relative"
+        self.relative = vision if vision.positions == "relative" else None
         self.head_size = width // model.heads
         self.patch_embed = nn.Linear(vision.patch_size**2 * CHANNELS, width)
         self.cls_token = nn.Parameter(torch.zeros(width))
@@ -237,11 +264,12 @@ class ImageEncoder(nn.Module):
         return features
 
     def _relative_inputs(self, tokens: Tensor) -> RelativeInputs | None:
-        if not self.relative:
+        if self.relative is None:
             return None
         places = torch.arange(self.grid**2, device=tokens.device)[None]  # [1, N]
         dtype = torch.promote_types(self.cls_token.dtype, torch.float32)
-        inputs = relative_inputs(places, self.grid, self.index, self.head_size, dtype=dtype, blocks=1)[0]
+        index, values = self.relative.index, self.relative.relative_values
+        (inputs,) = relative_inputs(places, self.grid, index, self.head_size, dtype=dtype, blocks=1, values=values)
         return inputs._replace(pairs=inputs.pairs.expand(len(tokens), -1, -1))  # equal for all images
 
 

@@ -113,6 +113,8 @@ def test_whoever_is_told_of_timm_s_local_directories_is_told_to_ask_for_the_weig
     [
         (config(tokens="visible", positions="relative"), {"to": "hf"}, r"vision.positions is relative.*--to timm"),
         (config(decoder="linear"), {"to": "hf"}, r"vision.tokens is all.*--to timm"),
+        (config(positions="relative", mode="bias"), {"to": "timm"}, r"vision.relative_mode is bias.*contextual"),
+        (config(positions="relative", values=True), {"to": "timm"}, r"vision.relative_values True.*False"),
         (MAE, {"to": "timm", "image_size": 30}, r"--image_size is 30.* 4"),
         (
             replace(MAE, model=replace(MAE.model, layer_norm_eps=1e-12)),

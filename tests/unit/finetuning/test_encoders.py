@@ -76,12 +76,21 @@ def assert_close(found: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(found, expected.float(), rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("positions", ["absolute", "relative"])
+@pytest.mark.parametrize(
+    ("positions", "mode", "values"),
+    [
+        ("absolute", "contextual", False),
+        ("relative", "contextual", False),
+        ("relative", "bias", False),
+        ("relative", "contextual", True),
+    ],
+)
 @pytest.mark.parametrize("tokens", ["visible", "all"])
-def test_encoder_of_an_image_run(tmp_path: Path, tokens: Any, positions: Any) -> None:
-    model = write_run(tmp_path, config(tokens=tokens, positions=positions))
+def test_encoder_of_an_image_run(tmp_path: Path, tokens: Any, positions: Any, mode: Any, values: bool) -> None:
+    model = write_run(tmp_path, config(tokens=tokens, positions=positions, mode=mode, values=values))
     encoder, settings = load_source(tmp_path)
     assert (settings.vision.positions, settings.downstream.pretraining_grid) == (positions, GRID)
+    assert (settings.vision.relative_mode, settings.vision.relative_values) == (mode, values)
     every = torch.arange(GRID**2).expand(3, -1)
     with torch.no_grad():
         assert_close(features(encoder), model.features(patchify(images().float(), PATCH), every))

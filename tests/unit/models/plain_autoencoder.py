@@ -32,20 +32,20 @@ def wu_index(x: float) -> int:
     return sign(x) * int(min(3.8, far))
 
 
-def real_index(x: float) -> float:
+def real_index(x: Tensor) -> Tensor:
     """g~ of AdPE 4.2.3, clamped to the table."""
     if abs(x) <= 1.9:
         return x
-    return sign(x) * min(3.0, 1.9 + math.log(abs(x) / 1.9) / math.log(15.2 / 1.9) * (3.8 - 1.9))
+    return sign(float(x.detach())) * (1.9 + (x.abs() / 1.9).log() / math.log(15.2 / 1.9) * (3.8 - 1.9)).clamp(max=3.0)
 
 
-def entry(table: Tensor, row: float, column: float, index: str) -> Tensor:
+def entry(table: Tensor, row: Tensor, column: Tensor, index: str) -> Tensor:
     """[d] the embedding of one offset: the four nearest nodes of 4.2.3, or the rounded one."""
     nodes = table[:49].reshape(7, 7, -1)
     if index != "relaxed":
-        return nodes[wu_index(row) + 3, wu_index(column) + 3]
+        return nodes[wu_index(float(row.detach())) + 3, wu_index(float(column.detach())) + 3]
     x, y = real_index(row) + 3, real_index(column) + 3
-    k, m = math.floor(x), math.floor(y)
+    k, m = math.floor(x.detach()), math.floor(y.detach())
     found = torch.zeros_like(table[0])
     for i, in_x in ((k, 1 - (x - k)), (k + 1, x - k)):
         for j, in_y in ((m, 1 - (y - m)), (m + 1, y - m)):
@@ -64,7 +64,7 @@ def relative_vectors(
     for i in places:
         hidden = i in masked
         own = perturbed_table if hidden and added is not None else table
-        dr, dc = (float(shift[0]), float(shift[1])) if hidden and shift is not None else (0.0, 0.0)
+        dr, dc = shift if hidden and shift is not None else torch.zeros(2, dtype=torch.float64)
         row = []
         for j in places:
             if CLASS in (i, j):
@@ -79,13 +79,13 @@ def position(place: int, width: int, shift: Tensor | None, order: PositionOrder)
     """[width] sine-cosine position: sines and cosines of one coordinate, then of the other."""
     if place == CLASS:
         return torch.zeros(width, dtype=torch.float64)
-    dr, dc = (0.0, 0.0) if shift is None else (float(shift[0]), float(shift[1]))
-    values: list[float] = []
+    dr, dc = torch.zeros(2, dtype=torch.float64) if shift is None else shift
+    values: list[Tensor] = []
     row, column = place // GRID + dr, place % GRID + dc
     for coordinate in (column, row) if order == "column_row" else (row, column):
         angles = [coordinate / 10000 ** (j / (width // 4)) for j in range(width // 4)]
-        values += [math.sin(angle) for angle in angles] + [math.cos(angle) for angle in angles]
-    return torch.tensor(values, dtype=torch.float64)
+        values += [angle.sin() for angle in angles] + [angle.cos() for angle in angles]
+    return torch.stack(values)
 
 
 def blocks(
@@ -103,17 +103,16 @@ def blocks(
         projected = block.attn.qkv(block.norm1(tokens))  # [T, 3 D]
         q, k, v = (part.reshape(-1, heads, size).transpose(0, 1) for part in projected.split(width, dim=-1))
         scores = q @ k.transpose(1, 2)  # [H, T, T]
+        shift = None if acting.offsets is None else acting.offsets[number]
         if block.relative_positions is not None:
-            vectors = relative_vectors(
-                block.relative_positions.table,
-                places,
-                masked,
-                index,
-                None if acting.offsets is None else acting.offsets[number],
-                None if acting.tables is None else acting.tables[number],
-            )
-            scores = scores + torch.einsum("hid,ijd->hij", q, vectors)
-        context = (scores / math.sqrt(size)).softmax(-1) @ v  # [H, T, d]
+            added = None if acting.tables is None else acting.tables[number]
+            r = relative_vectors(block.relative_positions.table, places, masked, index, shift, added)
+            scores = scores + (r[..., 0] if r.shape[-1] == 1 else torch.einsum("hid,ijd->hij", q, r))  # b_ij of 4.2.1
+        shares = (scores / math.sqrt(size)).softmax(-1)  # [H, T, T]
+        context = shares @ v  # [H, T, d]
+        if block.relative_values is not None:
+            on_values = relative_vectors(block.relative_values.table, places, masked, index, shift, None)
+            context = torch.einsum("hij,hijd->hid", shares, v[:, None] + on_values)
         if acting.values is not None:
             hidden = torch.tensor([float(place in masked) for place in places], dtype=torch.float64)
             context = context + hidden[:, None] * acting.values[number]

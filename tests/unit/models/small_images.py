@@ -10,7 +10,7 @@ from torch import Tensor
 from trp_scale.config import Config, ModelConfig
 from trp_scale.config.images import CropsConfig, MaeMaskingConfig, MaeVisionConfig
 from trp_scale.config.registry import make_settings
-from trp_scale.models.positions import PositionOrder, sine_cosine
+from trp_scale.models.positions import PositionOrder, RelativeMode, sine_cosine
 from trp_scale.pretraining.mae.model import MaskedAutoencoder
 from trp_scale.pretraining.mae.settings import MaeConfig
 
@@ -34,6 +34,8 @@ def config(
     decoder: Literal["transformer", "linear"] = "transformer",
     positions: Literal["absolute", "relative"] = "absolute",
     index: Literal["rounded", "relaxed"] = "rounded",
+    mode: RelativeMode = "contextual",
+    values: bool = False,
     position_order: PositionOrder = "column_row",
     **adversary: Any,
 ) -> Config:
@@ -49,6 +51,8 @@ def config(
             decoder_heads=4,
             positions=positions,
             index=index,
+            relative_mode=mode,
+            relative_values=values,
             position_order=position_order,
         ),
         crops=CropsConfig(size=GRID * PATCH),

@@ -13,6 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.runs import flags
+from tests.settings import changed
 from tests.unit.finetuning.dense.test_model import CASES, build_model, images
 from trp_scale.config import TextModelConfig
 from trp_scale.config.finetuning import ImageTaskConfig
@@ -183,3 +184,22 @@ def test_an_adversary_adds_less_than_one_percent() -> None:
     make = partial(MaskedAutoencoder, config)
     without, perturbed = (count_flops(make, partial(learn, perturbation=on)) for on in (False, True))
     assert without < perturbed < 1.003 * without
+
+
+def test_relative_positions_count_the_products_of_their_mode() -> None:
+    """One crop of 49 patches and a class token: a block has 56 vectors, made from 50 entries."""
+
+    def forward(**vision: Any) -> float:
+        config = changed(load_recipe("mae_plus_vit_b"), vision=vision)
+        order = torch.zeros(1, 49, dtype=torch.int64, device="meta")
+        pixels = torch.zeros(1, 49, 768, device="meta")
+        return count_flops(partial(MaskedAutoencoder, config), lambda m: m(pixels, order[:, :12], order[:, 12:]))
+
+    absolute, relative = forward(), {"positions": "relative"}
+    blocks = [(768, 64, 50)] * 12 + [(512, 32, 50)] * 7 + [(512, 32, 37)]  # width, head size, queries
+    products = sum(2 * queries * 56 * width + 2 * 56 * 50 * size for width, size, queries in blocks)
+    numbers = len(blocks) * 2 * 56 * 50
+    assert forward(**relative) - absolute == products
+    assert forward(**relative, relative_mode="bias") - absolute == numbers
+    assert forward(**relative, relative_values=True) - absolute == 2 * products
+    assert forward(**relative, relative_mode="bias", relative_values=True) - absolute == numbers + products

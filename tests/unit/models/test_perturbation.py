@@ -15,12 +15,17 @@ from trp_scale.config.registry import make_settings
 from trp_scale.models.positions import BUCKETS, perturbation_shape, relaxed_index
 from trp_scale.pretraining.mae.model import MaskedAutoencoder
 
+BIAS = {"positions": "relative", "mode": "bias"}
+
 KINDS: dict[str, dict[str, Any]] = {
     "absolute embedding": {"kind": "absolute_embedding"},
     "absolute coordinate": {"kind": "absolute_coordinate"},
     "per bucket": {"kind": "relative_embedding", "positions": "relative"},
     "value": {"kind": "relative_embedding", "scope": "value", "positions": "relative"},
     "relative coordinate": {"kind": "relative_coordinate", "positions": "relative"},
+    "bias per bucket": {"kind": "relative_embedding", **BIAS},
+    "bias coordinate": {"kind": "relative_coordinate", **BIAS},
+    "values coordinate": {"kind": "relative_coordinate", "positions": "relative", "values": True},
 }
 
 RELATIVE = {"kind": "relative_embedding", "positions": "relative"}
@@ -42,6 +47,9 @@ def gradient(model: MaskedAutoencoder, vector: Tensor) -> Tensor:
         (KINDS["per bucket"], {"positions": "relative"}),
         (KINDS["value"] | {"index": "relaxed"}, {"positions": "relative", "index": "relaxed"}),
         (KINDS["relative coordinate"], {"positions": "relative", "index": "relaxed"}),
+        (KINDS["bias per bucket"], BIAS),
+        (KINDS["bias coordinate"], {"index": "relaxed", **BIAS}),
+        (KINDS["values coordinate"], {"positions": "relative", "index": "relaxed", "values": True}),
     ],
     ids=KINDS,
 )
@@ -102,9 +110,9 @@ def test_a_frozen_mask_token_gets_a_gradient_of_zero(given: bool) -> None:
 
 
 @pytest.mark.parametrize("where", ["encoder", "both"])
-@pytest.mark.parametrize("index", ["rounded", "relaxed"])
-def test_a_shared_vector_for_all_buckets_has_no_effect(where: str, index: str) -> None:
-    model = built(scope="shared", where=where, **RELATIVE)
+@pytest.mark.parametrize(("index", "mode"), [("rounded", "contextual"), ("relaxed", "contextual"), ("rounded", "bias")])
+def test_a_shared_vector_for_all_buckets_has_no_effect(where: str, index: str, mode: str) -> None:
+    model = built(scope="shared", where=where, mode=mode, **RELATIVE)
     model.vision.index = index  # type: ignore[assignment]
     clean = loss_of(model, crops()).detach()
     for seed in range(3):
@@ -121,11 +129,16 @@ def test_a_shared_vector_for_all_buckets_has_no_effect(where: str, index: str) -
         ({"kind": "relative_embedding", "scope": "value"}, (12, 64), (8, 32)),
         ({"kind": "relative_embedding", "scope": "shared"}, (12, 64), (8, 32)),
         ({"kind": "relative_coordinate"}, (12, 2), (8, 2)),
+        ({"kind": "relative_embedding", "mode": "bias"}, (12, BUCKETS, 1), (8, BUCKETS, 1)),
+        ({"kind": "relative_embedding", "mode": "bias", "scope": "shared"}, (12, 1), (8, 1)),
+        ({"kind": "relative_embedding", "mode": "bias", "scope": "value"}, (12, 64), (8, 32)),
     ],
     ids=lambda value: str(value),
 )
 def test_shapes_of_vit_base(adversary: dict[str, Any], encoder: tuple[int, ...], decoder: tuple[int, ...]) -> None:
-    sizes = (ModelConfig(), MaeVisionConfig(positions="relative"))
+    adversary = dict(adversary)
+    mode = adversary.pop("mode", "contextual")
+    sizes = (ModelConfig(), MaeVisionConfig(positions="relative", relative_mode=mode))
     shape = perturbation_shape(*sizes, make_settings("adversary", **adversary))
     both = perturbation_shape(*sizes, make_settings("adversary", where="both", **adversary))
     assert shape is not None and both is not None

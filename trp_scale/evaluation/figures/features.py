@@ -30,6 +30,7 @@ from trp_scale.evaluation.figures.pictures import DPI, figure_class, show_image,
 from trp_scale.finetuning.classification.batch import MeasuredImages
 from trp_scale.finetuning.classification.settings import ClassificationTaskConfig
 from trp_scale.finetuning.measurement import all_blocks
+from trp_scale.models.attention import attention_shares
 from trp_scale.models.positions import RelativeInputs
 from trp_scale.models.vit import ImageEncoder, TransformerBlock
 
@@ -294,10 +295,8 @@ def attention_weights(block: TransformerBlock, tokens: Tensor, relative: Relativ
         part.unflatten(-1, (block.heads, -1)).transpose(1, 2)
         for part in block.attn.qkv(block.norm1(tokens)).chunk(3, dim=-1)
     )  # [B, H, T, D / H]
-    scores = queries.float() @ keys.float().transpose(-1, -2) * queries.shape[-1] ** -0.5
-    if block.relative_positions is not None:
-        scores = scores + block.relative_positions(queries, relative).float()
-    return torch.softmax(scores, dim=-1)
+    bias = None if block.relative_positions is None else block.relative_positions(queries, relative)
+    return attention_shares(queries, keys, bias)
 
 
 @contextmanager

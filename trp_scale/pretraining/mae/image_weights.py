@@ -126,7 +126,7 @@ def is_encoder(name: str) -> bool:
 
 
 def is_table(name: str) -> bool:
-    return name.endswith(TABLE)
+    return name.endswith((TABLE, "relative_values.table"))
 
 
 def published_name(name: str) -> str:

@@ -71,7 +71,8 @@ class MaskedAutoencoder(nn.Module):
         self.shape = perturbation_shape(model, vision, config.adversary)
         self.grid = config.crops.size // vision.patch_size
         values = vision.patch_size**2 * CHANNELS
-        blocks = partial(stack_blocks, eps=model.layer_norm_eps, relative=vision.positions == "relative")
+        relative = vision if vision.positions == "relative" else None
+        blocks = partial(stack_blocks, eps=model.layer_norm_eps, relative=relative)
         width = last_width = model.hidden_size
         self.patch_embed = nn.Linear(values, width)
         self.cls_token = nn.Parameter(torch.empty(width))
@@ -235,6 +236,7 @@ class MaskedAutoencoder(nn.Module):
                 masked=masked,
                 shifts=active.offsets,
                 tables=active.tables,
+                values=self.vision.relative_values,
             )
         tokens = self.cut.split(tokens)
         for number, (block, inputs) in enumerate(zip(blocks, relative, strict=True)):

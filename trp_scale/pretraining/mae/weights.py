@@ -178,6 +178,11 @@ def write_timm(export: Export) -> None:
     config = from_dict(export.document.config, source=str(export.checkpoint))
     assert isinstance(config, MaeConfig)
     check_timm(config, export.image_size)
+    if config.vision.relative_mode != "contextual" or config.vision.relative_values:
+        raise RefusedError(
+            f"--to timm: the run's vision.relative_mode is {config.vision.relative_mode} and vision.relative_values "
+            f"{config.vision.relative_values}; exports have contextual and False. Fine-tune the run itself by --from"
+        )
     model, relative = MaskedAutoencoder(config), ""
     if config.vision.positions == "relative":
         relative = "relaxed" if model.index == "relaxed" else "rounded"  # straight_through rounds in the forward pass

@@ -40,6 +40,9 @@ def test_each_kind_with_its_defaults_passes(kind: str) -> None:
     assert cautions(settings(kind)) == []
 
 
+ABSOLUTE = {"vision__positions": "absolute"}
+
+
 @pytest.mark.parametrize(
     ("kind", "changes", "words"),
     [
@@ -53,6 +56,8 @@ def test_each_kind_with_its_defaults_passes(kind: str) -> None:
         ("relative_coordinate", {"vision__positions": "absolute"}, "--vision.positions relative"),
         ("relative_embedding", {"vision__positions": "absolute"}, "--vision.positions relative"),
         ("absolute_embedding", {"vision__decoder": "linear", "where": "both"}, "--adversary.where encoder"),
+        ("none", {**ABSOLUTE, "vision__relative_mode": "bias"}, "--vision.relative_mode is bias"),
+        ("none", {**ABSOLUTE, "vision__relative_values": True}, "--vision.relative_values is True"),
     ],
 )
 def test_refused_with_the_flag_to_change(kind: str, changes: dict[str, Any], words: str) -> None:

@@ -10,8 +10,11 @@ import torch
 from torch import Tensor
 
 from tests.settings import changed
+from tests.unit.methods.adversary.toy import stand_in_run
 from tests.unit.models.plain_autoencoder import plain_forward
 from tests.unit.models.small_images import config, crops, loss_of, perturbation, small_model
+from trp_scale.config import Config
+from trp_scale.methods.adversary.positions import position_adversary
 from trp_scale.models.positions import to_perturbation
 from trp_scale.pretraining.mae.model import MaskedAutoencoder
 
@@ -23,8 +26,13 @@ MODELS: dict[str, dict[str, Any]] = {
     "MAE rows first": {"tokens": "visible", "position_order": "row_column"},
     "MAE+ relative": {"positions": "relative"},
     "MAE+ relaxed": {"positions": "relative", "index": "relaxed"},
+    "MAE relative bias": {"tokens": "visible", "positions": "relative", "mode": "bias"},
+    "MAE+ bias, values": {"positions": "relative", "index": "relaxed", "mode": "bias", "values": True},
+    "MAE+ values linear": {"positions": "relative", "values": True, "decoder": "linear"},
     "MAE+ relaxed linear": {"positions": "relative", "index": "relaxed", "decoder": "linear"},
 }
+
+BIAS = {"positions": "relative", "mode": "bias"}
 
 ADVERSARIES: dict[str, dict[str, Any]] = {
     "absolute embedding": {"kind": "absolute_embedding", "mask_token": "learned"},
@@ -34,18 +42,34 @@ ADVERSARIES: dict[str, dict[str, Any]] = {
     "value": {"kind": "relative_embedding", "scope": "value", "positions": "relative"},
     "shared": {"kind": "relative_embedding", "scope": "shared", "positions": "relative"},
     "relative coordinate": {"kind": "relative_coordinate", "positions": "relative"},
+    "bias, per bucket": {"kind": "relative_embedding", **BIAS},
+    "bias, shared": {"kind": "relative_embedding", "scope": "shared", **BIAS},
+    "bias, coordinate": {"kind": "relative_coordinate", **BIAS},
+    "bias and values, value": {"kind": "relative_embedding", "scope": "value", "values": True, **BIAS},
+    "values, per bucket": {"kind": "relative_embedding", "positions": "relative", "values": True},
+    "bias and values, coordinate": {"kind": "relative_coordinate", "values": True, **BIAS},
+    "values, straight through": {
+        "kind": "relative_coordinate",
+        "positions": "relative",
+        "index": "straight_through",
+        "values": True,
+    },
     "straight through": {"kind": "relative_coordinate", "positions": "relative", "index": "straight_through"},
 }
 
 
-def built(settings: dict[str, Any]) -> MaskedAutoencoder:
-    """Build a small model; `index` sets the adversary's index if there is an adversary."""
+def settings_of(settings: dict[str, Any]) -> Config:
+    """Settings of a small model; `index` sets the adversary's index if there is an adversary."""
     settings = dict(settings)
     index = settings.pop("index", None) if "kind" in settings else None
     made = config(**settings)
     if index is not None:
         made = changed(made, adversary={"index": index})
-    return small_model(made)
+    return made
+
+
+def built(settings: dict[str, Any]) -> MaskedAutoencoder:
+    return small_model(settings_of(settings))
 
 
 @pytest.mark.parametrize("settings", MODELS.values(), ids=MODELS)
@@ -70,19 +94,33 @@ def test_under_a_perturbation(settings: dict[str, Any], where: str) -> None:
 
 
 @pytest.mark.parametrize("settings", ADVERSARIES.values(), ids=ADVERSARIES)
-def test_weight_gradients_at_perturbed_positions(settings: dict[str, Any]) -> None:
-    model, batch = built(settings | {"where": "both"}), crops(1)
-    vector = perturbation(model, scale=2.0)
+def test_gradients_at_perturbed_positions_and_the_ascent(settings: dict[str, Any]) -> None:
+    """Gradients of weights and perturbation; then a step of the adversary, cut off at the ball's edge."""
+    ascent = {"ascent": "sgd", "lr": 50.0, "eps": 2.0}
+    config, batch = settings_of(settings | {"where": "both", **ascent}), crops(1)
+    model = small_model(config)
+    vector, plain = perturbation(model, scale=2.0), perturbation(model, scale=2.0)
     loss_of(model, batch, vector).backward()  # type: ignore[no-untyped-call]
     found = {name: parameter.grad for name, parameter in model.named_parameters()}
     model.zero_grad()
-    assert model.shape is not None
-    parts = [to_perturbation(part, model.adversary) for part in model.shape.split(vector.detach())]
+    assert model.shape is not None and vector.grad is not None
+    parts = [to_perturbation(part, model.adversary) for part in model.shape.split(plain)]
     target = batch.patches.gather(1, batch.masked.unsqueeze(-1).expand(-1, -1, batch.patches.shape[-1]))
     (plain_forward(model, batch, *parts) - target).square().mean().backward()  # type: ignore[no-untyped-call]
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(found[name], parameter.grad, rtol=0, atol=1e-10, msg=name)
         assert parameter.grad is not None and parameter.grad.any(), name
+    if settings.get("index") == "straight_through":  # tests/unit/models/test_relative_positions.py
+        return
+    assert plain.grad is not None
+    torch.testing.assert_close(vector.grad, plain.grad, rtol=0, atol=1e-10)
+    hook = position_adversary(config.adversary, stand_in_run(config))
+    with torch.no_grad():
+        hook.vector.copy_(vector)
+    hook.gradient = vector.grad.float()
+    hook.ascend(1.0)
+    climbed = (plain.detach() + 50.0 * plain.grad).clamp(-2.0, 2.0)
+    torch.testing.assert_close(hook.vector.detach().double(), climbed, rtol=1e-6, atol=1e-6)
 
 
 ADVERSARIES: list[dict[str, Any]] = [
@@ -97,6 +135,9 @@ ADVERSARIES: list[dict[str, Any]] = [
 CASES: list[dict[str, Any]] = [
     {"tokens": "visible"},
     {"tokens": "visible", "positions": "relative"},
+    {"kind": "relative_embedding", **BIAS},
+    {"kind": "relative_coordinate", "values": True, **BIAS},
+    {"kind": "relative_embedding", "scope": "value", "positions": "relative", "values": True, "decoder": "linear"},
     *(
         {"decoder": decoder, "positions": "relative", **adversary}
         for decoder, adversary in itertools.product(("transformer", "linear"), ADVERSARIES)
