@@ -3,8 +3,8 @@
     python examples/theory.py --output theory.png
 
 Theorem 3.1 (a bound on the worst task after K steps), Propositions 5.1 (the worst downstream task starts no worse from
-the maximum than from the average) and 5.3 (gradient descent stays within a radius), and Remark 5.2 with Appendix C (the
-average can be T times worse). The softmax weights of the theorem are compared with alpha = 1, the paper's practice, and
+the maximum than from the average) and 5.3 (gradient descent stays within a radius), Remark 5.2 with Appendix C (the
+average can be T times worse), and Theorem 5.4 (a bound on the samples that a downstream task needs). The softmax weights of the theorem are compared with alpha = 1, the paper's practice, and
 with uniform weights. Everything is computed in float64 on the CPU from fixed seeds. The picture needs matplotlib.
 """
 
@@ -63,6 +63,17 @@ class Gap(NamedTuple):
     uniform: float
 
 
+class Samples(NamedTuple):
+    """Theorem 5.4 with T tasks: eq. 13 from the minimisers of the maximum and of the average, and the samples that the
+    worst downstream task needs from there."""
+
+    tasks: int
+    bound_maximum: float
+    bound_uniform: float
+    maximum: int
+    uniform: int
+
+
 class Radius(NamedTuple):
     """Proposition 5.3 at one step size in 1 / L: squared distances of the points of descent from the optimum, as shares
     of the squared radius."""
@@ -73,12 +84,13 @@ class Radius(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Findings:
-    """Measurements of all four statements."""
+    """Measurements of all five statements."""
 
     excesses: list[Excess]
     starts: list[Start]
     gaps: list[Gap]
     radii: list[Radius]
+    samples: list[Samples]
 
     @classmethod
     def measure(cls, steps: int) -> Findings:
@@ -89,6 +101,7 @@ class Findings:
             starts=[measure_start(problem) for problem in range(6)],
             gaps=[measure_gap(tasks) for tasks in (3, 5, 9, 17, 33)],
             radii=[measure_radius(eta) for eta in (0.1, 1.0, 1.9, 2.1)],
+            samples=[measure_samples(tasks) for tasks in (3, 5, 9, 17, 33)],
         )
 
     @property
@@ -109,6 +122,8 @@ class Findings:
         _print_table(["T", "(sqrt(T - 1) + 1)^2 / 4"], self.gaps)
         print("Proposition 5.3: largest squared distance from the optimum, over the radius (at most 1 if eta L <= 1)")
         _print_table(["eta L", "share"], [(row.eta, max(row.shares)) for row in self.radii])
+        print(f"Theorem 5.4: samples of the worst downstream task, error {EPSILON} with probability {1 - DELTA}")
+        _print_table(["T", "bound from the maximum", "bound from uniform"], self.samples)
 
 
 def _print_table(columns: Sequence[str], rows: Sequence[Any]) -> None:
@@ -238,12 +253,60 @@ def measure_radius(eta: float) -> Radius:
     return Radius(eta, shares)
 
 
+EPSILON, DELTA = 0.01, 0.05
+"""Excess risk of Theorem 5.4, and the probability of more."""
+
+LOW, HIGH = 0.1, 1.9
+"""Factors of the losses of `measure_samples`, each in half of the samples."""
+
+
+def measure_samples(tasks: int) -> Samples:
+    """Losses of a sample on [0, 1]: a (x - 1)^2 against T - 1 times b x^2 / (T - 1), with a and b drawn from LOW and
+    HIGH. They are the risks of `measure_gap`, divided by T - 1: bounded by HIGH and 2 HIGH-Lipschitz, their means
+    2 / (T - 1)-strongly convex."""
+    a = tasks - 1.0
+    starts = (math.sqrt(a) / (math.sqrt(a) + 1), 0.5)  # of the maximum, of the average
+
+    def bound(start: float) -> float:
+        """Return eq. 13 with d = 1."""
+        risk = max((start - 1) ** 2, start**2 / a)
+        net = math.log(1 + 16 * 2 * HIGH / EPSILON * math.sqrt(a * risk))
+        return 8 * HIGH**2 / EPSILON**2 * (net + math.log(2 / DELTA))
+
+    shares = torch.linspace(0.04, 0.96, 24, dtype=torch.float64).tolist()
+    needed = (max(count_samples(share, (1 - share) / a, start, a) for share in shares) for start in starts)
+    return Samples(tasks, *map(bound, starts), *needed)
+
+
+def count_samples(first: float, second: float, start: float, a: float) -> int:
+    """Return the least number of samples from which on the minimiser of the empirical risk of
+    first a (x - 1)^2 + second b x^2 within eq. 11's ball has an excess of EPSILON or less with probability 1 - DELTA.
+
+    The number of HIGH factors is binomial, so the probability is exact; up to 63 samples are tried.
+    """
+    optimum, needed = first / (first + second), 1
+
+    def risk(x: Any) -> Any:
+        return first * (x - 1) ** 2 + second * x**2
+
+    radius = math.sqrt(a * risk(start))
+    for count in range(1, 64):
+        high = torch.arange(count + 1, dtype=torch.float64)
+        chances = torch.tensor([math.comb(count, k) / 2**count for k in range(count + 1)], dtype=torch.float64)
+        factors = LOW * count + (HIGH - LOW) * high  # sums over the samples
+        points = first * factors[:, None] / (first * factors[:, None] + second * factors)  # [count + 1, count + 1]
+        points = points.clamp(optimum - radius, optimum + radius)
+        failure = (chances[:, None] * chances * (risk(points) - risk(optimum) > EPSILON)).sum()
+        needed = count + 1 if failure > DELTA else needed
+    return needed
+
+
 def draw(findings: Findings, output: Path) -> None:
-    """Write a PNG with a panel for each statement."""
+    """Write a PNG with a panel for each statement, and two for Theorem 5.4."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11, 8), layout="constrained")
-    ((excesses, starts), (gaps, radii)) = figure.subplots(2, 2)
+    figure = Figure(figsize=(11, 12), layout="constrained")
+    ((excesses, starts), (gaps, radii), (bounds, samples)) = figure.subplots(3, 2)
 
     steps = [row.steps for row in findings.excesses]
     excesses.loglog(steps, [row.bound for row in findings.excesses], "k--", label="the bound, slope -0.50")
@@ -268,7 +331,17 @@ def draw(findings: Findings, output: Path) -> None:
     radii.set(title="Proposition 5.3", xlabel="step k", ylabel="(distance from the optimum / radius)$^2$")
     radii.set_ylim(1e-8, 1e3)
 
-    for axes in (excesses, starts, gaps, radii):
+    for name, style in (("maximum", "o-"), ("uniform", "x--")):
+        named = {"color": COLOURS[name], "label": f"start: {LABELS[name]}"}
+        bounds.semilogx(tasks, [getattr(row, f"bound_{name}") / 1e6 for row in findings.samples], style, **named)
+        samples.semilogx(tasks, [getattr(row, name) for row in findings.samples], style, **named)
+    bounds.set(title="Theorem 5.4, the bound", xlabel="tasks T", ylabel="samples, in millions")
+    samples.set(title="Theorem 5.4, measured: equal from both", xlabel="tasks T", ylabel="samples", ylim=(0, None))
+    for axes in (bounds, samples):
+        axes.set_xticks(tasks, labels=[str(count) for count in tasks])
+        axes.minorticks_off()
+
+    for axes in (excesses, starts, gaps, radii, bounds, samples):
         axes.legend(fontsize=8)
     output.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(output, dpi=100)

@@ -193,7 +193,13 @@ def test_low_precision_is_near_single_precision(case: dict[str, Any], way: str) 
 
 
 @pytest.mark.parametrize(
-    "case", [{"tokens": "visible"}, {"positions": "relative", "kind": "relative_coordinate"}], ids=named
+    "case",
+    [
+        {"tokens": "visible"},
+        {"positions": "relative", "kind": "relative_coordinate"},
+        {"kind": "relative_coordinate", "values": True, **BIAS},
+    ],
+    ids=named,
 )
 def test_it_is_one_graph_of_static_shapes(case: dict[str, Any]) -> None:
     """fullgraph refuses reads of values on the host and branches on values."""
