@@ -27,7 +27,14 @@ def test_the_script_prints_the_numbers_and_draws_them(
     monkeypatch.setattr(Findings, "measure", lambda steps: findings)
     theory.main(["--output", str(tmp_path / "new" / "theory.png"), "--steps", str(STEPS)])
     printed = capsys.readouterr().out
-    for name in ("Theorem 3.1", "Proposition 5.1", "Remark 5.2", "Proposition 5.3", "Theorem 5.4", f"alpha {findings.slope:.3f}"):
+    for name in (
+        "Theorem 3.1",
+        "Proposition 5.1",
+        "Remark 5.2",
+        "Proposition 5.3",
+        "Theorem 5.4",
+        f"alpha {findings.slope:.3f}",
+    ):
         assert name in printed
     last = findings.excesses[-1]
     row = next(line for line in printed.splitlines() if re.match(r" +1,000 ", line))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from trp_scale.cli.main import COMMANDS
 from trp_scale.cli.study import show
 from trp_scale.config import Config, TextModelConfig
 from trp_scale.config.checks import check
@@ -14,6 +16,7 @@ from trp_scale.config.finetuning import FinetuneConfig, ImageTaskConfig
 from trp_scale.config.flags import read
 from trp_scale.config.images import ImagePretrainConfig
 from trp_scale.config.loader import load_recipe
+from trp_scale.config.recipes import RECIPES
 from trp_scale.config.run_flags import parse, parse_run
 from trp_scale.evaluation.arguments import parse_evaluate, parse_probe
 from trp_scale.finetuning.arguments import FinetuneArguments
@@ -155,3 +158,37 @@ def test_a_study_on_one_gpu_pre_trains_in_half_an_hour(name: str) -> None:
     assert (scale.gpu, scale.gpus) == ("h100", 1)
     said = next(line for line in planned_hours(study, scale, price=0.0) if line.startswith("pre-training: "))
     assert float(said.split()[1]) < 0.5
+
+
+ROOT = Path(__file__).parents[3]
+PRINTED = {"TRP's": (range(1, 8), range(1, 4)), "AdPE's": ((1, 2), (1, 2, 3)), "MLO-MAE's": (range(1, 19), range(1, 7))}
+"""Numbers of each paper's tables and figures; AdPE's appendix has A.1 to A.3, and A.1 and A.2."""
+
+
+def exists(name: str) -> bool:
+    """Whether what the page of studies names in backticks is a study, a recipe, a command with its flags, or a file."""
+    if name in NAMES or (RECIPES / f"{name}.yaml").is_file() or (ROOT / name).is_file():
+        return True
+    program, _, words = name.partition(" ")
+    command, *flags = words.split(" ")
+    modules = {command: module for group in COMMANDS.values() for command, (module, _) in group.items()}
+    if program != "trp-scale" or command not in modules:
+        return False
+    known = (ROOT / "trp_scale" / "evaluation" / "arguments.py").read_text(encoding="utf-8")
+    return all(f"    {flag.removeprefix('--')}: " in known for flag in flags if flag.startswith("--"))
+
+
+def test_the_page_lists_every_study_and_every_table_and_figure_and_names_what_exists() -> None:
+    page = (ROOT / "docs/studies.md").read_text(encoding="utf-8")
+    section = page.split("## The papers' tables and figures\n")[1]
+    papers = dict(part.split("\n", 1) for part in section.split("\n### ")[1:])
+    listed = {name for paper in papers.values() for name in re.findall("`([^`]+)`", paper)}
+    assert set(NAMES) - listed == set()
+    assert [name for name in listed if not exists(name) and not re.fullmatch(r"[a-z_]+\.[a-z_]+", name)] == []
+    assert papers.keys() == PRINTED.keys()
+    for paper, (tables, figures) in PRINTED.items():
+        first = " ".join(line.split(" | ")[0] for line in papers[paper].splitlines() if line.startswith("| "))
+        appendix = {"A.1", "A.2", "A.3"} if paper == "AdPE's" else set()
+        for kind, numbers, others in (("Table", tables, appendix), ("Figure", figures, appendix - {"A.3"})):
+            rows = re.findall(rf"{kind}s? ((?:A\.)?\d+)(?:, (\d+))?", first)
+            assert {number for row in rows for number in row if number} == {*map(str, numbers), *others}, (paper, kind)
