@@ -4,8 +4,9 @@
 
 Theorem 3.1 (a bound on the worst task after K steps), Propositions 5.1 (the worst downstream task starts no worse from
 the maximum than from the average) and 5.3 (gradient descent stays within a radius), Remark 5.2 with Appendix C (the
-average can be T times worse), and Theorem 5.4 (a bound on the samples that a downstream task needs). The softmax weights of the theorem are compared with alpha = 1, the paper's practice, and
-with uniform weights. Everything is computed in float64 on the CPU from fixed seeds. The picture needs matplotlib.
+average can be T times worse), and Theorem 5.4 (a bound on the samples that a downstream task needs). The softmax
+weights of Theorem 3.1 are compared with alpha = 1, the paper's practice, and with uniform weights. Everything is
+computed in float64 on the CPU from fixed seeds. The picture needs matplotlib.
 """
 
 from __future__ import annotations
