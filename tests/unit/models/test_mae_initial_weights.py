@@ -78,7 +78,7 @@ def test_the_values_never_change_between_versions() -> None:
 
 @pytest.mark.parametrize(("width", "intermediate"), [(24, 40), (192, 768), (30, 97), (7, 5), (49, 123)])
 def test_the_feed_forward_layer_has_its_width_in_ours_and_in_timm_s(width: int, intermediate: int) -> None:
-    block = TransformerBlock(width, 1, intermediate, eps=1e-6, relative=False)
+    block = TransformerBlock(width, 1, intermediate, eps=1e-6)
     assert block.mlp.fc1.out_features == intermediate
     ratio = feed_forward_ratio(width, intermediate)
     peer = VisionTransformer(embed_dim=width, depth=1, num_heads=1, mlp_ratio=ratio, img_size=16)
