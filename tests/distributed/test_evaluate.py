@@ -86,7 +86,7 @@ def test_two_ranks_probe_as_one_does(two_ranks: Ranks, tuned: Path, odd: Path, t
     words = ["probe", "--from", source, "--data", str(tuned.parent / "data"), "--test", str(odd), "--batch_size", "4"]
     for method in (
         ["logistic"],
-        ["linear", "--linear.crops", "fresh", "--linear.epochs", "2", "--linear.batch_size", "16"],
+        ["linear", "--protocol", "mae", "--linear.epochs", "2", "--linear.batch_size", "16"],
     ):
         own = [*words, "--method", *method, "--linear.warmup_epochs", "1", "--workers", "0"]
         flags = {

@@ -27,6 +27,7 @@ from tests.unit.finetuning.test_finetune import tuning_flags
 from trp_scale.checkpoint.format import read_full_state
 from trp_scale.checkpoint.run_directory import checkpoint_path
 from trp_scale.cli import main as cli
+from trp_scale.reporting.results import SPEED
 
 DEV = 21
 """Rows of GLUE to measure on: not a multiple of two ranks' micro-batches of 4, so that filler rows end them."""
@@ -117,6 +118,7 @@ def seed_directory(run_dir: Path, task: str) -> Path:
 
 def result(run_dir: Path, task: str) -> dict[str, Any]:
     found: dict[str, Any] = json.loads((seed_directory(run_dir, task) / "result.json").read_text())
+    found["detail"].pop(SPEED, None)
     return found
 
 

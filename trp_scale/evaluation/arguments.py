@@ -34,9 +34,9 @@ class LinearSettings(Section):
     """Images per step; all images if there are fewer."""
     base_lr: float = setting(0.1, above=0)
     """Peak learning rate for 256 images per step; scaled linearly with the batch size."""
-    crops: Literal["cached", "fresh"] = "cached"
+    crops: Literal["auto", "cached", "fresh"] = "auto"
     """cached: features of each whole image, computed once. fresh: features of a new random crop in each epoch, with
-    horizontal flips, as in MAE; the encoder then runs over all images in every epoch."""
+    horizontal flips; the encoder then runs over all images in every epoch. auto: fresh with --protocol mae."""
 
     def problems(self, config: Any) -> Iterator[str]:
         if self.warmup_epochs >= self.epochs:
@@ -103,9 +103,13 @@ class ProbeArguments(ReadsEncoder):
     test: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
     """Shards of test images with the same classes. None = the part of --data that --validation_fraction holds out."""
     method: Method = "logistic"
-    """logistic: fast. linear: MAE's probe, with --pooling class and --linear.crops fresh. knn: nothing is trained."""
-    pooling: Pooling = "mean"
-    """mean: of the patch tokens after the last norm. class: the class token."""
+    """logistic: fast. linear: a layer trained by LARS, see --protocol. knn: nothing is trained."""
+    protocol: Literal["own", "mae"] = "own"
+    """For --method linear. mae: the protocol of MAE's authors: the class token after the last norm, random crops, the
+    defaults of --linear, and the central crop of test images. own: what the other flags set."""
+    pooling: Literal["auto", "mean", "class"] = "auto"
+    """mean: of the patch tokens after the last norm. class: the class token. auto: class with --protocol mae, else
+    mean."""
     per_class: int = setting(0, at_least=0)
     """Training images per class, drawn by the seed; 0 = all. Not with --linear.crops fresh."""
     seeds: int = setting(1, at_least=1)
@@ -157,6 +161,7 @@ def parse_probe(argv: Sequence[str]) -> ProbeArguments:
         "data",
         "test",
         "method",
+        "protocol",
         "recipe",
         "task",
         "rows",
@@ -170,12 +175,30 @@ def parse_probe(argv: Sequence[str]) -> ProbeArguments:
 
 
 def check_probe(arguments: ProbeArguments) -> ProbeArguments:
-    """Check the flags. Raises RefusedError with all invalid ones."""
-    if problems := list(_problems(arguments)):
+    """Check the flags, and resolve auto in place. Raises RefusedError with all invalid ones."""
+    of_mae = arguments.protocol == "mae"
+    if arguments.pooling == "auto":
+        arguments.pooling = "class" if of_mae else "mean"
+    if arguments.linear.crops == "auto":
+        arguments.linear.crops = "fresh" if of_mae else "cached"
+    if problems := [*_problems(arguments), *(_differences_from_mae(arguments) if of_mae else ())]:
         raise RefusedError("\n".join(problems))
     if arguments.weights == "average":
         arguments.from_ += AVERAGE
     return arguments
+
+
+def _differences_from_mae(arguments: ProbeArguments) -> Iterator[str]:
+    """Yield a problem for each flag that contradicts --protocol mae."""
+    for flag, value, allowed in (
+        ("method", arguments.method, "linear"),
+        ("pooling", arguments.pooling, "class"),
+        ("linear.crops", arguments.linear.crops, "fresh"),
+        ("seen", arguments.seen, "centre"),
+        ("centre_share", arguments.centre_share, 0.875),
+    ):
+        if value != allowed:
+            yield f"--{flag} is {value}; allowed with --protocol mae: {allowed}; leave out one of the two flags"
 
 
 def _problems(arguments: ProbeArguments) -> list[str]:
@@ -184,6 +207,7 @@ def _problems(arguments: ProbeArguments) -> list[str]:
     if arguments.task:
         of_images = [
             ("--method", arguments.method != "logistic"),
+            ("--protocol", arguments.protocol != "own"),
             ("--from scratch", scratch),
             ("--test", arguments.test is not None),
             ("--per_class", arguments.per_class > 0),
@@ -216,7 +240,9 @@ def _problems(arguments: ProbeArguments) -> list[str]:
         )
     problems += find_problems(arguments)
     if arguments.per_class and arguments.method == "linear" and arguments.linear.crops == "fresh":
-        problems.append(f"--per_class {arguments.per_class} is for cached features; allowed: --linear.crops cached")
+        problems.append(
+            f"--per_class {arguments.per_class} is for cached features; leave out --linear.crops fresh, --protocol mae"
+        )
     if (
         arguments.seeds > 1
         and not scratch

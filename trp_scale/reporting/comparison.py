@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 import statistics
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
@@ -17,7 +18,7 @@ from rich.text import Text
 
 from trp_scale.checkpoint.run_directory import METRICS_FILE
 from trp_scale.config import RefusedError
-from trp_scale.console import GIB, Cell, Shown, Table, escape_markdown, number_cell
+from trp_scale.console import GIB, Cell, Shown, Table, escape_markdown, figure_text, number_cell
 from trp_scale.reporting.paired_tests import (
     LEAST_SEEDS,
     LEVEL,
@@ -32,6 +33,7 @@ from trp_scale.reporting.record import RunRecord, read_run
 from trp_scale.reporting.results import (
     AVERAGE,
     RESULTS_FILE,
+    SPEED,
     WORST,
     Results,
     SeedResult,
@@ -266,10 +268,11 @@ def names(runs: Sequence[Path]) -> list[str]:
 
 
 def result_tables(comparison: Comparison) -> list[Table]:
-    """Return the table of figures, a table of groups for each task with groups and, for several runs, the table of
-    differences."""
+    """Return the table of figures, a table of groups for each task with groups, a table of precision, recall and speed
+    for each detection and, for several runs, the table of differences."""
     by_group = {key: [_group_cells(task) for task in row] for key, row in comparison.rows.items()}
     tables = [_groups_table(comparison, key, cells) for key, cells in by_group.items() if any(cells)]
+    tables += filter(None, (_detection_table(comparison, key) for key in comparison.rows))
     return [_figures(comparison), *tables, *([_differences_table(comparison)] if len(comparison.runs) > 1 else [])]
 
 
@@ -297,6 +300,26 @@ def _groups_table(comparison: Comparison, key: RowKey, cells: Sequence[Mapping[s
         lines.append([title, *("-" if value is None else f"{statistics.fmean(value):.4f}" for value in values)])
     notes = [f"mean over seeds, {LEVEL:.0%} interval (Wilson), number of rows; few: a group that is not the worst"]
     return Table(head=[f"groups of {key.task}", *comparison.runs], rows=lines, notes=notes)
+
+
+OF_DETECTION = re.compile(r"(precision|recall)\d+")
+"""Metrics at an IoU in per cent."""
+
+
+def _detection_table(comparison: Comparison, key: RowKey) -> Table | None:
+    """Build the table of precision and recall at several IoUs, and of the speed of inference; `None` without either."""
+    tasks = comparison.rows[key]
+    names = dict.fromkeys(name for task in tasks if task for name in task.metrics if OF_DETECTION.fullmatch(name))
+    lines = {name: [task.metrics.get(name, []) if task else [] for task in tasks] for name in names}
+    speeds = [[detail.get(SPEED) for detail in task.detail] if task else [] for task in tasks]
+    lines["images/s"] = [[speed for speed in of_run if isinstance(speed, float)] for of_run in speeds]
+    rows = [
+        [name, *(figure_text(statistics.fmean(values) if values else None) for values in of_runs)]
+        for name, of_runs in lines.items()
+        if any(of_runs)
+    ]
+    notes = ["mean over seeds, by IoU in per cent, of detections with a score of 0.5 or more; images/s: of one rank"]
+    return Table(head=[f"detection of {key.task}", *comparison.runs], rows=rows, notes=notes) if rows else None
 
 
 def to_markdown(comparison: Comparison) -> str:

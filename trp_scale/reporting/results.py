@@ -27,6 +27,9 @@ AVERAGE, WORST = "average", "worst"
 CONSTANT = "constant_"
 """Prefix of metrics of the best constant prediction, which is the same for all rows."""
 
+SPEED = "images_per_second"
+"""Name in `detail` of the speed of inference: it is measured with the task, but is no figure of it."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class SeedResult:

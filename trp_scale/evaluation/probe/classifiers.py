@@ -1,6 +1,7 @@
 """Classifiers on frozen features.
 
-linear: batch norm without affine parameters and one layer, trained by LARS (MAE: He et al. 2022, A.1)
+linear: batch norm without affine parameters and one layer, trained by LARS (MAE: He et al. 2022, A.1, and main_linprobe
+    of its authors)
 logistic: logistic regression on standardised features
 knn: weighted nearest neighbours (Wu et al. 2018, 3.4; DINO: Caron et al. 2021)
 """
@@ -8,6 +9,7 @@ knn: weighted nearest neighbours (Wu et al. 2018, 3.4; DINO: Caron et al. 2021)
 from __future__ import annotations
 
 import importlib.util
+import time
 import warnings
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -18,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trp_scale.config import OptimizerConfig, RefusedError
+from trp_scale.config.flags import phase
 from trp_scale.data.hashing import Integers
 from trp_scale.distributed.groups import Group
 from trp_scale.evaluation.arguments import KnnSettings, LinearSettings, LogisticSettings, ProbeArguments
@@ -46,7 +49,8 @@ class LinearProbe:
     """Linear probe: features [B, D] to logits [B, K].
 
     LARS scales the step of the weight by 0.001 |W| / |gradient| and leaves the bias unscaled; momentum is 0.9, without
-    weight decay. The batch norm predicts with its running statistics.
+    weight decay. The batch norm predicts with its running statistics. The learning rate rises from 0 at the first step
+    to its peak at the first step after warm-up, then decays to 0 by a cosine.
 
     Args:
         width: D.
@@ -70,16 +74,19 @@ class LinearProbe:
         self._schedule = OptimizerConfig(lr=lr, warmup_steps=warmup_steps, schedule="cosine", min_lr=0.0)
         self._steps, self._step = steps, 0
 
-    def learn(self, features: Tensor, labels: Tensor) -> None:
-        """Take one step on the mean cross-entropy."""
+    def learn(self, features: Tensor, labels: Tensor) -> float:
+        """Take one step on the mean cross-entropy; return it."""
         self.module.train()
         loss = F.cross_entropy(self.module(features), labels)
         loss.backward()  # type: ignore[no-untyped-call]
+        # MAE's warm-up is one step behind that of pre-training.
+        reached = self._step - (self._step < self._schedule.warmup_steps)
         for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(self._step, self._steps, self._schedule)
+            group["lr"] = learning_rate(reached, self._steps, self._schedule)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self._step += 1
+        return float(loss.detach())
 
     @torch.no_grad()
     def predict(self, features: Features) -> Integers:
@@ -90,9 +97,9 @@ class LinearProbe:
         return predicted
 
 
-def step_counts(rows: int, settings: LinearSettings) -> tuple[int, int, int]:
-    """Return the batch size, the number of steps, and the number of warm-up steps."""
-    size = min(settings.batch_size, rows)
+def step_counts(rows: int, settings: LinearSettings, pass_rows: int = 1) -> tuple[int, int, int]:
+    """Return the batch size, a multiple of pass_rows, the number of steps, and the number of warm-up steps."""
+    size = min(settings.batch_size, rows) // pass_rows * pass_rows
     in_epoch = rows // size  # the last incomplete batch is dropped, as in He et al.
     return size, in_epoch * settings.epochs, in_epoch * settings.warmup_epochs
 
@@ -206,33 +213,49 @@ def fit_fresh(
     """Train on random crops and return the classes [m] of `features` [m, D], on rank 0 only. All ranks run the encoder;
     rank 0 trains.
 
-    Batches continue across epochs. linear.batch_size is rounded down to whole forward passes on every rank; equal batch
-    sizes give equal results on any number of ranks.
+    Each epoch drops its last incomplete batch. linear.batch_size is rounded down to whole forward passes on every rank;
+    equal batch sizes give equal results on any number of ranks.
 
     Args:
         images: training images, except those that are held out.
         features: to classify.
         fraction: share that is held out.
+
+    Raises:
+        RefusedError: a forward pass of all ranks has more images than a step.
     """
-    micro, world = images.config.batch.micro_rows, group.size
+    pass_rows = images.config.batch.micro_rows * group.size
     rows = int((~images.held_out(fraction)).sum())
-    size, _, _ = step_counts(rows, settings)
-    size = max(micro * world, size - size % (micro * world))
-    steps = max(1, round(settings.epochs * rows / size))
+    if (most := min(settings.batch_size, rows)) < pass_rows:
+        raise RefusedError(
+            f"--batch_size is {pass_rows // group.size} on {group.size} ranks, but a step has {most} images "
+            f"(--linear.batch_size, or all {rows} training images); allowed: at most {most} images on all ranks"
+        )
+    size, steps, warmup_steps = step_counts(rows, settings, pass_rows)
     probe = LinearProbe(
         encoder.width,
         len(images.opened.classes),
         steps=steps,
-        warmup_steps=round(settings.warmup_epochs * rows / size),
+        warmup_steps=warmup_steps,
         lr=settings.base_lr * size / LR_ROWS,
         seed=seed,
     )
     source = images.random_crops(group, fraction, smallest=SMALLEST_CROP, batch=size, seed=seed)
     try:
-        for _ in range(steps):
-            step = extract(encoder, source.next_window(), group)
+        for epoch in range(settings.epochs):
+            began, losses = time.perf_counter(), []
+            if source.cursor != epoch * rows:
+                source.seek(epoch * rows)
+            for _ in range(rows // size):
+                step = extract(encoder, source.next_window(), group)
+                if group.rank == 0:
+                    losses.append(probe.learn(torch.from_numpy(step.features), torch.from_numpy(step.labels)))
             if group.rank == 0:
-                probe.learn(torch.from_numpy(step.features), torch.from_numpy(step.labels))
+                speed = size * len(losses) / (time.perf_counter() - began)
+                phase(
+                    f"linear probe, seed {seed}: epoch {epoch + 1} of {settings.epochs}, loss {np.mean(losses):.4f}, "
+                    f"{speed:,.0f} images/s"
+                )
     finally:
         source.close()
     return probe.predict(features) if group.rank == 0 else None

@@ -73,6 +73,7 @@ class ImageProbe:
         self.fresh = arguments.method == "linear" and arguments.linear.crops == "fresh"  # runs in every epoch
         self.fraction = 0.0 if arguments.test is not None else arguments.validation_fraction  # held out and measured
         self.name = (arguments.test or Path(arguments.data)).resolve().name
+        self.title = f"{arguments.method} probe{', MAE protocol' if arguments.protocol == 'mae' else ''}"
 
     def settings(self, size: int) -> ClassificationTaskConfig:
         """Return the settings of the encoder and of its images of `size` pixels."""
@@ -100,7 +101,7 @@ class ImageProbe:
         pooled = "mean of the patch tokens" if self.arguments.pooling == "mean" else "class token"
         crops = ", fresh crops" if self.fresh else ""
         seen = "centre" if self.arguments.seen == "centre" else "whole image"
-        return f"{self.arguments.method} probe, {self.config.crops.size} pixels, {seen}, {pooled}{crops}"
+        return f"{self.title}, {self.config.crops.size} pixels, {seen}, {pooled}{crops}"
 
     def measure(self, seed: int) -> SeedResult:
         """Return the result of one seed, on every rank. Collective."""
@@ -131,7 +132,7 @@ class ImageProbe:
                 answers = classify(learned, test.features, arguments, seed)
             summary = self.summarise_groups(answers == test.labels)
             return self.result(
-                f"{arguments.method} probe{few}",
+                f"{self.title}{few}",
                 seed,
                 accuracy(answers, test.labels),
                 detail={

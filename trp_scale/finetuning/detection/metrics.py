@@ -1,11 +1,12 @@
 """Average precision of detections: that of COCO, or that of Pascal VOC 2007 (IoU 0.5, eleven recall points; Everingham
-et al. 2010, 4.2)."""
+et al. 2010, 4.2), there with precision and recall at several IoUs (MLO-MAE D.1); and the speed of inference."""
 
 from __future__ import annotations
 
 import contextlib
 import io
 import json
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,10 +22,16 @@ from trp_scale.distributed.groups import Group, on_rank_zero
 from trp_scale.finetuning.detection.annotations import Annotations, Floats
 from trp_scale.finetuning.detection.masks import encode, mask_functions
 from trp_scale.finetuning.detection.model import Target, paste
+from trp_scale.reporting.results import SPEED
 from trp_scale.storage.files import write_text
 
 OVERLAP = 0.5
 POINTS = 11
+
+OVERLAPS = (0.5, 0.6, 0.7, 0.8, 0.9)
+"""IoU thresholds of precision and recall. D.1 names none."""
+CONFIDENT = 0.5
+"""Smallest score of the detections that precision and recall count. D.1 names none."""
 
 
 Truth = tuple[Floats, npt.NDArray[np.bool_]]
@@ -39,6 +46,11 @@ class ClassDetections(NamedTuple):
     boxes: Floats
     scores: Floats
 
+    def confident(self) -> ClassDetections:
+        """Select the detections that precision and recall count."""
+        chosen = self.scores >= CONFIDENT
+        return ClassDetections(self.image[chosen], self.boxes[chosen], self.scores[chosen])
+
 
 def average_precision(truths: Sequence[Truth], detections: ClassDetections) -> float | None:
     """Return the mean over recalls 0, 0.1, ..., 1 of the highest precision at that recall or above.
@@ -50,7 +62,7 @@ def average_precision(truths: Sequence[Truth], detections: ClassDetections) -> f
     Returns:
         `None` if all objects are difficult.
     """
-    objects = sum(int((~difficult).sum()) for _, difficult in truths)
+    objects = count_objects(truths)
     if objects == 0:
         return None
     right = (
@@ -62,15 +74,23 @@ def average_precision(truths: Sequence[Truth], detections: ClassDetections) -> f
     return float(np.mean([precision[beyond].max() if beyond.any() else 0.0 for beyond in reached]))
 
 
-def match_detections(truths: Sequence[Truth], detections: ClassDetections) -> npt.NDArray[np.bool_]:
-    """Return for each detection that is not ignored whether it is a true positive, [k] by descending score."""
+def count_objects(truths: Sequence[Truth]) -> int:
+    """Count the objects that are not difficult."""
+    return sum(int((~difficult).sum()) for _, difficult in truths)
+
+
+def match_detections(
+    truths: Sequence[Truth], detections: ClassDetections, overlap: float = OVERLAP
+) -> npt.NDArray[np.bool_]:
+    """Return for each detection that is not ignored whether it is a true positive, [k] by descending score. `overlap`:
+    smallest IoU of a match."""
     seen = [np.zeros(len(boxes), dtype=np.bool_) for boxes, _ in truths]
     right = []
     for rank in np.argsort(-detections.scores, kind="stable").tolist():
         image = int(detections.image[rank])
         shares = box_iou(detections.boxes[rank], truths[image][0])  # [n]
         best = int(shares.argmax()) if len(shares) else -1
-        if best < 0 or shares[best] < OVERLAP:
+        if best < 0 or shares[best] < overlap:
             right.append(False)
         elif not truths[image][1][best]:
             right.append(not seen[image][best])
@@ -158,20 +178,59 @@ class CollectedDetections:
         return sorted(gathered, key=lambda image: image.position)
 
 
-class DetectionMetrics(CollectedDetections):
-    """Average precision of all ranks' detections; see `Metrics`."""
+WARM_UP = 2
+"""First micro-batches, which are not timed: they allocate memory and choose kernels."""
 
-    def __init__(self, datasets: Sequence[Annotations]) -> None:
+
+class InferenceSpeed:
+    """Times forward passes from images on the device to detections. It waits for the device."""
+
+    def __init__(self) -> None:
+        self._passes, self._images, self._seconds = 0, 0, 0.0
+
+    @contextlib.contextmanager
+    def timed(self, images: torch.Tensor) -> Iterator[None]:
+        """Time the pass of a micro-batch of images [B, ...]."""
+        _wait(images.device)
+        began = time.perf_counter()
+        yield
+        _wait(images.device)
+        self._passes += 1
+        if self._passes > WARM_UP:
+            self._images += len(images)
+            self._seconds += time.perf_counter() - began
+
+    def images_per_second(self, group: Group) -> float | None:
+        """Return the images per second of one rank, the mean over ranks; `None` without a timed pass. Collective."""
+        images, seconds = np.sum(group.gather_objects((self._images, self._seconds)), axis=0).tolist()
+        return images / seconds if seconds else None
+
+
+def _wait(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+class DetectionMetrics(CollectedDetections):
+    """Average precision of all ranks' detections; see `Metrics`. `speed`: of the passes; `None` = not measured."""
+
+    def __init__(self, datasets: Sequence[Annotations], speed: InferenceSpeed | None = None) -> None:
         super().__init__()
-        self._datasets = list(datasets)
+        self._datasets, self._speed = list(datasets), speed
 
     def finish(self, group: Group) -> dict[str, Any]:
         """Return AP, AP50 ... of boxes and mask_AP ... of masks (COCO), or the mean over classes of the eleven-point AP
-        (VOC); "detail" has AP by class. Metrics without objects are omitted. Collective.
+        with precision and recall (VOC); "detail" has AP by class, and images_per_second. Metrics without objects are
+        omitted. Collective.
 
         Raises:
             RefusedError: the measured images have no objects.
         """
+        figures = self._average_precisions(group)
+        speed = None if self._speed is None else self._speed.images_per_second(group)
+        return figures if speed is None else {**figures, "detail": {**figures["detail"], SPEED: speed}}
+
+    def _average_precisions(self, group: Group) -> dict[str, Any]:
         gathered = self.gather(group)
         if self._datasets[0].voc:
             return voc_figures(self._datasets, gathered)
@@ -212,8 +271,10 @@ def to_image_pixels(target: Target, size: Sequence[int], resized: Sequence[int])
 
 
 def voc_figures(datasets: Sequence[Annotations], images: Sequence[ImageDetections]) -> dict[str, Any]:
-    """Return the mean over classes of the average precision, and the values by class."""
+    """Return the mean over classes of the average precision, the values by class, and precision and recall of all
+    classes together at each IoU, of detections with a score of CONFIDENT or more. Precision is 0 without detections."""
     of_class = {}
+    objects, counts = 0, np.zeros((len(OVERLAPS), 2), dtype=np.int64)  # true positives, detections that are not ignored
     for number, name in enumerate(datasets[0].classes, start=1):
         truths = []
         for image in images:
@@ -229,9 +290,16 @@ def voc_figures(datasets: Sequence[Annotations], images: Sequence[ImageDetection
         value = average_precision(truths, detections)
         if value is not None:
             of_class[name] = value
+        objects += count_objects(truths)
+        matches = [match_detections(truths, detections.confident(), overlap) for overlap in OVERLAPS]
+        counts += [(int(right.sum()), len(right)) for right in matches]
     if not of_class:
         raise _refuse_no_objects(datasets)
-    return {VOC_METRIC: float(np.mean(list(of_class.values()))), "detail": {VOC_METRIC: of_class}}
+    figures = {VOC_METRIC: float(np.mean(list(of_class.values())))}
+    for overlap, (right, detected) in zip(OVERLAPS, counts.tolist(), strict=True):
+        figures[f"precision{100 * overlap:.0f}"] = right / max(1, detected)
+        figures[f"recall{100 * overlap:.0f}"] = right / objects
+    return {**figures, "detail": {VOC_METRIC: of_class}}
 
 
 def coco_figures(

@@ -20,7 +20,7 @@ from trp_scale.distributed.groups import Group
 from trp_scale.errors import DataError
 from trp_scale.finetuning.detection.annotations import Annotations, check_images, read_coco, read_voc
 from trp_scale.finetuning.detection.batch import DetectionBatchBuilder
-from trp_scale.finetuning.detection.metrics import VOC_METRIC, DetectionMetrics, PredictedObjects
+from trp_scale.finetuning.detection.metrics import VOC_METRIC, DetectionMetrics, InferenceSpeed, PredictedObjects
 from trp_scale.finetuning.detection.model import Detector, Target, paste
 from trp_scale.finetuning.detection.settings import DetectionTaskConfig
 from trp_scale.finetuning.task import ImageTask, TaskObjective, has_training_data, open_task_sources
@@ -192,7 +192,7 @@ class DetectionTask(ImageTask[DetectionTaskConfig]):
         sources.notices += training_notices(config, train)
         sources.notices += [notice for dataset in measured if test_path for notice in dataset.notices()]
         super().__init__(config, sources)
-        self._measured = measured
+        self._measured, self._speed = measured, InferenceSpeed()
         self.metric = VOC_METRIC if measured[0].voc else "AP"
         self.objective = Detection(masks=masks)
 
@@ -211,10 +211,12 @@ class DetectionTask(ImageTask[DetectionTaskConfig]):
 
     def predict(self, forward: Callable[..., Any], batch: Batch) -> list[Target]:
         """Return the detections of each row in pixels of its square."""
-        return self.objective.detections(forward, batch)
+        with self._speed.timed(batch["images"]):
+            return self.objective.detections(forward, batch)
 
     def metrics(self) -> DetectionMetrics:
-        return DetectionMetrics(self._measured)
+        self._speed = InferenceSpeed()
+        return DetectionMetrics(self._measured, self._speed)
 
     def predictions(self, directory: Path, group: Group) -> PredictedObjects:
         return PredictedObjects(directory / f"{self.name}.json", self._measured, group)

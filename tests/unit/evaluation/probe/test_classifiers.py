@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import numpy as np
@@ -12,19 +13,24 @@ from sklearn.neighbors import KNeighborsClassifier
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
+from tests.unit.evaluation.small_encoder import small_config, with_large_weights
 from trp_scale.config import RefusedError
+from trp_scale.distributed.groups import ALONE
 from trp_scale.evaluation.arguments import KnnSettings, LinearSettings, LogisticSettings, ProbeArguments
+from trp_scale.evaluation.encoders import FrozenEncoder
 from trp_scale.evaluation.probe.classifiers import (
     LinearProbe,
     accuracy_by_class,
     classify,
+    fit_fresh,
     fit_linear,
     logistic_regression,
     nearest_neighbours,
     shuffle,
     step_counts,
 )
-from trp_scale.evaluation.probe.features import LabelledFeatures
+from trp_scale.evaluation.probe.features import Features, LabelledFeatures
+from trp_scale.evaluation.probe.images import ProbedImages
 
 
 def clusters(rows: int, seed: int, spread: float = 1.0) -> LabelledFeatures:
@@ -67,7 +73,8 @@ def test_the_logistic_probe_is_scikit_learn_s() -> None:
 
 
 def test_a_step_of_lars_in_float64() -> None:
-    """Two steps with momentum: the matrix by trust 0.001 |W| / |g|, the bias as in plain gradient descent."""
+    """Three steps with momentum: the matrix by trust 0.001 |W| / |g|, the bias as in plain gradient descent. The
+    warm-up starts at 0."""
     probe = LinearProbe(5, 3, steps=4, warmup_steps=2, lr=6.4, seed=0)
     norm, layer = probe.module
     assert not list(norm.parameters()) and norm.eps == 1e-6
@@ -75,7 +82,7 @@ def test_a_step_of_lars_in_float64() -> None:
     assert 0.003 < float(weight.std()) < 0.03 and not bias.any()
     draws = torch.Generator().manual_seed(0)
     momentum: tuple[torch.Tensor, torch.Tensor] = (torch.zeros_like(weight), torch.zeros_like(bias))
-    for lr in (3.2, 6.4):
+    for lr in (0.0, 3.2, 6.4):
         features, labels = 3 + 2 * torch.randn(8, 5, generator=draws), torch.randint(3, (8,), generator=draws)
         probe.learn(features, labels)
         wide = features.double()
@@ -137,3 +144,96 @@ def test_accuracy_of_each_class_that_has_images() -> None:
     labels, predicted = np.array([0, 0, 2, 2]), np.array([0, 1, 2, 2])
     assert accuracy_by_class(predicted, labels, ("ant", "bee", "cat")) == {"ant": 0.5, "cat": 1.0}
     assert accuracy_by_class(predicted, labels, ("crane", "bee", "crane")) == {"crane (0)": 0.5, "crane (2)": 1.0}
+
+
+EPOCHS, WARM_UP, BATCH, BASE_LR = 4, 1, 16, 100.0
+
+
+@pytest.fixture
+def encoder() -> FrozenEncoder:
+    encoder = FrozenEncoder(small_config(), pooling="class")
+    with_large_weights(encoder.module).float()
+    return encoder
+
+
+def crops_and_classes(images: ProbedImages, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Images [E, n, 3, S, S] and classes [E, n] of all epochs, in training order."""
+    source = images.random_crops(ALONE, 0.0, smallest=0.08, batch=8, seed=seed)
+    rows = source.rows
+    windows = [source.next_window()[0] for _ in range(-(-EPOCHS * rows // 8))]
+    shown, labels = (torch.cat([window[name] for window in windows]) for name in ("images", "labels"))
+    return shown[: EPOCHS * rows].unflatten(0, (EPOCHS, rows)), labels[: EPOCHS * rows].unflatten(0, (EPOCHS, rows))
+
+
+def mae_by_loops(
+    encoder: FrozenEncoder, images: ProbedImages, weight: torch.Tensor, features: Features, seed: int
+) -> tuple[torch.Tensor, torch.Tensor, np.ndarray]:
+    """MAE's linear probe in float64, from the description of its code: weight, bias, classes of `features`."""
+    module = copy.deepcopy(encoder.module).double()
+    mean, deviation = (
+        torch.tensor(values, dtype=torch.float64).view(3, 1, 1)
+        for values in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+    )
+    shown, labels = crops_and_classes(images, seed)
+    weight, bias = weight.double(), torch.zeros(len(weight), dtype=torch.float64)
+    speed = [torch.zeros_like(weight), torch.zeros_like(bias)]
+    running = [torch.zeros(weight.shape[1], dtype=torch.float64), torch.ones(weight.shape[1], dtype=torch.float64)]
+    peak, steps = BASE_LR * BATCH / 256, shown.shape[1] // BATCH
+    for epoch in range(EPOCHS):
+        for step in range(steps):
+            rows = slice(step * BATCH, (step + 1) * BATCH)
+            tokens = module((shown[epoch, rows].double() / 255 - mean) / deviation)[0][:, 0]
+            now, variance = tokens.mean(0), tokens.var(0, unbiased=False)
+            running = [0.9 * running[0] + 0.1 * now, 0.9 * running[1] + 0.1 * variance * BATCH / (BATCH - 1)]
+            normed = (tokens - now) / (variance + 1e-6).sqrt()
+            wrong = (normed @ weight.T + bias).softmax(1)
+            wrong[torch.arange(BATCH), labels[epoch, rows]] -= 1
+            gradient = wrong.T @ normed / BATCH
+            speed[0] = 0.9 * speed[0] + 0.001 * weight.norm() / gradient.norm() * gradient
+            speed[1] = 0.9 * speed[1] + wrong.mean(0)
+            time = epoch + step / steps
+            risen = time / WARM_UP
+            lr = peak * (risen if risen < 1 else 0.5 + 0.5 * math.cos(math.pi * (time - WARM_UP) / (EPOCHS - WARM_UP)))
+            weight, bias = weight - lr * speed[0], bias - lr * speed[1]
+    tested = (torch.from_numpy(features).double() - running[0]) / (running[1] + 1e-6).sqrt()
+    return weight, bias, (tested @ weight.T + bias).argmax(1).numpy()
+
+
+def test_mae_s_protocol_is_an_independent_loop_in_float64(
+    images: ProbedImages, encoder: FrozenEncoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """37 images: two steps of 16 an epoch, and five images that the epoch drops."""
+    probes: list[LinearProbe] = []
+
+    class Noted(LinearProbe):
+        def __init__(self, *arguments: int, **named: float) -> None:
+            super().__init__(*arguments, **named)  # type: ignore[arg-type]
+            self.first = self.module[1].weight.detach().clone()
+            probes.append(self)
+
+    monkeypatch.setattr("trp_scale.evaluation.probe.classifiers.LinearProbe", Noted)
+    settings = LinearSettings(epochs=EPOCHS, warmup_epochs=WARM_UP, batch_size=20, base_lr=BASE_LR)
+    unseen = 100 * np.random.default_rng(0).standard_normal((200, encoder.width)).astype(np.float32)
+
+    def fit(seed: int) -> np.ndarray:
+        answers = fit_fresh(encoder, images, unseen, settings, fraction=0.0, seed=seed, group=ALONE)
+        assert answers is not None
+        return answers
+
+    answers, again, _ = fit(3), fit(3), fit(4)
+    first, same, other = (probe.module[1] for probe in probes)
+    weight, bias, expected = mae_by_loops(encoder, images, probes[0].first, unseen, 3)
+    assert float((weight - probes[0].first).norm()) > 0.01 * float(weight.norm())
+    torch.testing.assert_close(first.weight.double(), weight, rtol=1e-5, atol=1e-5 * float(weight.abs().max()))
+    torch.testing.assert_close(first.bias.double(), bias, rtol=1e-5, atol=1e-5 * float(bias.abs().max()))
+    assert (answers == expected).mean() > 0.99 and len(set(answers)) > 1
+    assert torch.equal(first.weight, same.weight) and (answers == again).all()
+    assert not torch.equal(first.weight, other.weight)
+
+
+def test_a_forward_pass_of_more_images_than_a_step_is_refused(images: ProbedImages, encoder: FrozenEncoder) -> None:
+    settings = LinearSettings(batch_size=7)
+    with pytest.raises(RefusedError, match=r"--batch_size is 8 .*7 images"):
+        fit_fresh(
+            encoder, images, np.zeros((0, encoder.width), np.float32), settings, fraction=0.0, seed=0, group=ALONE
+        )

@@ -29,6 +29,7 @@ from trp_scale.reporting.results import read_results
 from trp_scale.sharding.images.settings import ShardImagesConfig
 from trp_scale.sharding.images.shard import shard_images
 
+PROTOCOL = ("--method", "linear", "--protocol", "mae")
 SMALL = {"crops__size": 16, "vision__patch_size": 4, "training__steps": 4, "batch__micro_size": 8}
 
 
@@ -90,13 +91,22 @@ def test_random_features_over_seeds(stripes: Path, others: Path, learned: Path, 
     assert len(set(results.tasks[0].values)) > 1, "each seed has weights of its own"
 
 
-def test_fresh_crops_change_what_is_learned(stripes: Path, others: Path, learned: Path, tmp_path: Path) -> None:
-    """And the encoder runs over random crops alone: training features are not asked for."""
+def test_fresh_crops_change_what_is_learned(
+    stripes: Path, others: Path, learned: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And the encoder runs over random crops alone: training features are not asked for. MAE's protocol is that with
+    the class token, under a name of its own."""
     flags = ["--test", others, "--method", "linear", "--linear.epochs", 3, "--linear.warmup_epochs", 1]
-    flags += ["--linear.batch_size", 32, "--pooling", "class"]  # pooling as of the run's head, which is measured too
-    fresh = probe(tmp_path, learned, stripes, *flags, "--linear.crops", "fresh", "--batch_size", 16, "--workers", 0)
-    assert "fresh crops" in read_results(fresh).recipe
-    assert len(list((tmp_path / "cache").glob("*.safetensors"))) == 1, "of the test images alone"
+    flags += ["--linear.batch_size", 32, "--batch_size", 16, "--workers", 0]
+    protocol = read_results(probe(tmp_path, learned, stripes, *flags, "--protocol", "mae"))
+    assert capsys.readouterr().out.count(" of 3, loss ") == 3
+    assert "fresh crops" in protocol.recipe and "class token" in protocol.recipe
+    # Of the test images alone; the run's head, which is measured too, reads the class token as well.
+    assert len(list((tmp_path / "cache").glob("*.safetensors"))) == 1
+    flags += ["--linear.crops", "fresh", "--pooling", "class"]
+    fresh = read_results(probe(tmp_path, learned, stripes, *flags, name="flags"))
+    assert fresh.tasks[0].values == protocol.tasks[0].values
+    assert fresh.tasks[0].task != protocol.tasks[0].task
 
 
 def test_the_head_of_stage_two_is_measured_beside_the_probe(
@@ -177,6 +187,13 @@ def test_the_own_figure_is_left_out_where_it_would_say_nothing(
         (["--from", "x", "--data", "x", "--validation_fraction", "0"], "--validation_fraction is 0.0"),
         (["--from", "x", "--data", "x", "--linear.epochs", "10"], "--linear.warmup_epochs is 10"),
         (["--from", "x", "--data", "x", "--workers", "-1"], "--workers is -1"),
+        (["--from", "x", "--data", "x", "--protocol", "mae"], "--method is logistic; .*linear"),
+        (["--from", "x", "--data", "x", *PROTOCOL, "--pooling", "mean"], "--pooling is mean; .*class"),
+        (["--from", "x", "--data", "x", *PROTOCOL, "--linear.crops", "cached"], "--linear.crops is cached; .*fresh"),
+        (["--from", "x", "--data", "x", *PROTOCOL, "--seen", "whole"], "--seen is whole; .*centre"),
+        (["--from", "x", "--data", "x", *PROTOCOL, "--centre_share", "1"], "--centre_share is 1.0; .*0.875"),
+        (["--from", "x", "--data", "x", *PROTOCOL, "--per_class", "4"], "--per_class 4 .*--protocol mae"),
+        (["--from", "x", "--data", "x", *PROTOCOL, "--task", "sst2"], "--task sst2 .*--protocol"),
     ],
 )
 def test_flags_that_cannot_be(flags: list[str], message: str) -> None:

@@ -22,6 +22,7 @@ from trp_scale.finetuning.detection.metrics import (
     VOC_METRIC,
     ClassDetections,
     DetectionMetrics,
+    InferenceSpeed,
     Truth,
     average_precision,
     to_image_pixels,
@@ -273,3 +274,107 @@ def test_voc_is_judged_by_its_own_precision_with_difficult_objects_ignored(tmp_p
     # Cats: right, then wrong, one of two found: 6 points of precision 1. Dogs: the difficult one counts neither way.
     assert figures["detail"][VOC_METRIC] == {"cat": pytest.approx(6 / 11), "dog": 1.0}
     assert figures[VOC_METRIC] == pytest.approx((6 / 11 + 1.0) / 2)
+    # With a score of a half or more: one of two detections is right, one of three objects is found.
+    assert figures["precision90"] == 1 / 2 and figures["recall90"] == 1 / 3
+
+
+IntegerBox = tuple[int, int, int, int]
+
+
+def random_box(draws: np.random.Generator) -> IntegerBox:
+    left, top = (int(number) for number in draws.integers(0, (22, 12)))
+    width, height = (int(number) for number in draws.integers(3, 9, size=2))
+    return left, top, left + width, top + height
+
+
+def nearby(box: IntegerBox, draws: np.random.Generator) -> IntegerBox:
+    """Moved by a pixel at most on each side."""
+    left, top, right, bottom = (side + int(draws.integers(-1, 2)) for side in box)
+    return max(0, left), max(0, top), min(30, right), min(20, bottom)
+
+
+def pixels(box: IntegerBox) -> set[tuple[int, int]]:
+    return {(x, y) for x in range(box[0], box[2]) for y in range(box[1], box[3])}
+
+
+def count_by_loops(
+    objects: list[tuple[int, int, IntegerBox, bool]], found: list[tuple[int, int, IntegerBox, float]], percent: int
+) -> tuple[int, int, int]:
+    """True positives, detections that count, and objects, pixel by pixel; each object and detection starts with its
+    image and class."""
+    taken: set[int] = set()
+    right = counted = 0
+    for image, kind, box, score in sorted(found, key=lambda one: -one[3]):
+        if score < 0.5:
+            continue
+        best, most = -1, (0, 1)
+        for number, (where, what, other, _) in enumerate(objects):
+            if (where, what) == (image, kind):
+                both, either = len(pixels(box) & pixels(other)), len(pixels(box) | pixels(other))
+                if both * most[1] > most[0] * either:
+                    best, most = number, (both, either)
+        if best >= 0 and 100 * most[0] >= percent * most[1]:
+            if objects[best][3]:
+                continue
+            right += best not in taken
+            taken.add(best)
+        counted += 1
+    return right, counted, sum(not hard for *_, hard in objects)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_precision_and_recall_of_voc_by_counting_pixels(tmp_path: Path, seed: int) -> None:
+    draws = np.random.default_rng(seed)
+    classes = ("cat", "dog", "owl")
+    objects = [
+        (image, int(draws.integers(3)), random_box(draws), bool(draws.random() < 0.2))
+        for image in range(8)
+        for _ in range(4)
+    ]
+    found = [(image, kind, nearby(box, draws), float(draws.random())) for image, kind, box, _ in objects * 2]
+    found += [(int(draws.integers(8)), int(draws.integers(3)), random_box(draws), float(draws.random())) for _ in "ten"]
+    listed = {
+        str(image): [
+            (classes[kind], int(hard), (box[0] + 1, box[1] + 1, box[2], box[3]))
+            for where, kind, box, hard in objects
+            if where == image
+        ]
+        for image in range(8)
+    }
+    data = read_voc(write_voc(tmp_path, listed))
+    metrics = DetectionMetrics([data])
+    for image in range(8):
+        own = [
+            ([float(side) for side in box], 1 + data.classes.index(classes[kind]), score)
+            for where, kind, box, score in sorted(found, key=lambda one: -one[3])
+            if where == image
+        ]
+        metrics.add([detections(*own, masks=False)], batch_of(data, [image], start=image))
+    figures = metrics.finish(ALONE)
+    values = []
+    for percent in (50, 60, 70, 80, 90):
+        right, counted, total = count_by_loops(objects, found, percent)
+        assert figures[f"precision{percent}"] == pytest.approx(right / counted)
+        assert figures[f"recall{percent}"] == pytest.approx(right / total)
+        values.append(right)
+    assert values == sorted(values, reverse=True) and len(set(values)) > 2 and values[0] > 8
+
+
+def test_without_detections_precision_is_0(tmp_path: Path) -> None:
+    data = read_voc(write_voc(tmp_path, {"1": [("cat", 0, (1, 1, 10, 10))]}))
+    metrics = DetectionMetrics([data])
+    metrics.add([detections(([0.0, 0.0, 10.0, 10.0], 1, 0.4), masks=False)], batch_of(data, [0]))
+    figures = metrics.finish(ALONE)
+    assert figures[VOC_METRIC] == 1.0 and figures["precision50"] == figures["recall50"] == 0.0, "its score is low"
+
+
+def test_the_speed_is_of_the_passes_after_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter(range(100))
+    monkeypatch.setattr("trp_scale.finetuning.detection.metrics.time.perf_counter", lambda: float(next(clock)))
+    speed = InferenceSpeed()
+    for images, expected in ((7, None), (7, None), (4, 4.0), (8, 6.0)):  # a second each
+        with speed.timed(torch.zeros(images, 3)):
+            pass
+        assert speed.images_per_second(ALONE) == expected
+    group = TwoRanks("data", rank=1, size=2, others=(3, 1.0))
+    assert speed.images_per_second(cast(Group, group)) == 5.0

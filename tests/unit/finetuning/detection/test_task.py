@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.unit.finetuning.detection.small_sets import coco_document, detection_config, write_coco
+from tests.unit.finetuning.detection.small_sets import coco_document, detection_config, write_coco, write_voc
 from trp_scale.config import RefusedError
 from trp_scale.distributed.groups import ALONE
 from trp_scale.finetuning.detection.task import DetectionTask
+from trp_scale.reporting.results import SPEED
 
 
 def task(path: Path, test_path: Path | None = None, fraction: float = 0.0, **detection: Any) -> DetectionTask:
@@ -50,3 +51,19 @@ def test_an_only_image_with_objects_that_is_held_out_is_refused(tmp_path: Path) 
     assert task(path, fraction=0.1, masks="off").source.rows == 1
     with pytest.raises(RefusedError, match=r"--data.validation_fraction"):
         task(path, fraction=0.9, masks="off")
+
+
+def test_the_speed_of_inference_is_measured_but_is_no_figure(tmp_path: Path) -> None:
+    listed = write_voc(tmp_path, {str(number): [("cat", 0, (1, 1, 10, 10))] for number in range(6)})
+    measured = task(listed, listed, masks="off")
+
+    def forward(images: torch.Tensor) -> list[dict[str, torch.Tensor]]:
+        none = {"boxes": torch.zeros(0, 4), "labels": torch.zeros(0, dtype=torch.int64), "scores": torch.zeros(0)}
+        return [none for _ in images]
+
+    metrics = measured.metrics()
+    for batch in measured.sources.validation.windows():
+        metrics.add(measured.predict(forward, batch), batch)
+    figures = metrics.finish(ALONE)
+    detail = figures.pop("detail")
+    assert detail[SPEED] > 0 and SPEED not in figures and figures["recall50"] == 0.0
