@@ -22,13 +22,23 @@ from trp_scale.reporting.comparison import (
     compare,
     compare_results,
     names,
+    result_tables,
     to_csv,
     to_markdown,
     training_table,
 )
 from trp_scale.reporting.paired_tests import holm, paired_test
 from trp_scale.reporting.record import read_run
-from trp_scale.reporting.results import RESULTS_FILE, Results, SeedResult, TaskResult, join, read_seed, write_results
+from trp_scale.reporting.results import (
+    RESULTS_FILE,
+    SPEED,
+    Results,
+    SeedResult,
+    TaskResult,
+    join,
+    read_seed,
+    write_results,
+)
 from trp_scale.training.metrics import read_history
 
 
@@ -270,6 +280,39 @@ def test_a_task_of_few_elements_is_not_the_worst() -> None:
     assert [row["count"] for row in csv.DictReader(io.StringIO(to_csv(comparison)))] == ["12", "70", "99"]
     rare = compare_results({"a": run(counted("few", 0.1, {"images": 12}), counted("fewer", 0.2, {"images": 2}))})
     assert rare.worst == {(key("few"), 0)}, "where none has as many, all count"
+
+
+def test_precision_recall_and_speed_of_detection_have_a_table_and_no_test() -> None:
+    """Means over seeds; a run without them has gaps. Damaged speeds are not shown."""
+
+    def detected(values: list[float], speeds: list[Any]) -> TaskResult:
+        seeds = [
+            SeedResult(
+                task="voc",
+                metric="AP",
+                split="test",
+                lower_is_better=False,
+                seed=seed,
+                metrics={"AP": value, "precision50": value / 2, "recall50": 0.25, "other50": 1.0},
+                detail={} if speed is None else {SPEED: speed},
+            )
+            for seed, (value, speed) in enumerate(zip(values, speeds, strict=True))
+        ]
+        return join(seeds)
+
+    two = {"a": run(detected([0.4, 0.6], [10.0, 20.0])), "b": run(task("voc", [0.1, 0.2], metric="AP", split="test"))}
+    comparison = compare_results(two)
+    _, table, _ = result_tables(comparison)
+    assert [[cell.text for cell in cells] for cells in table.cells()] == [
+        ["detection of voc", "a", "b"],
+        ["precision50", "0.2500", "-"],
+        ["recall50", "0.2500", "-"],
+        ["images/s", "15.00", "-"],
+    ]
+    assert list(comparison.rows) == [key("voc", "AP", "test")] and comparison.tests == 1
+    (_,) = result_tables(compare_results({"a": run(task("voc", [0.4]))}))
+    _, damaged = result_tables(compare_results({"a": run(detected([0.4], ["fast"]))}))
+    assert "images/s" not in damaged.to_markdown().splitlines()[-3]
 
 
 def rows_of(**runs: Path) -> dict[str, list[str]]:

@@ -274,7 +274,7 @@ def voc_figures(datasets: Sequence[Annotations], images: Sequence[ImageDetection
     """Return the mean over classes of the average precision, the values by class, and precision and recall of all
     classes together at each IoU, of detections with a score of CONFIDENT or more. Precision is 0 without detections."""
     of_class = {}
-    objects, counts = 0, np.zeros((len(OVERLAPS), 2), dtype=np.int64)  # true positives, detections that are not ignored
+    total, counts = 0, np.zeros((len(OVERLAPS), 2), dtype=np.int64)  # true positives, detections that are not ignored
     for number, name in enumerate(datasets[0].classes, start=1):
         truths = []
         for image in images:
@@ -290,7 +290,7 @@ def voc_figures(datasets: Sequence[Annotations], images: Sequence[ImageDetection
         value = average_precision(truths, detections)
         if value is not None:
             of_class[name] = value
-        objects += count_objects(truths)
+        total += count_objects(truths)
         matches = [match_detections(truths, detections.confident(), overlap) for overlap in OVERLAPS]
         counts += [(int(right.sum()), len(right)) for right in matches]
     if not of_class:
@@ -298,7 +298,7 @@ def voc_figures(datasets: Sequence[Annotations], images: Sequence[ImageDetection
     figures = {VOC_METRIC: float(np.mean(list(of_class.values())))}
     for overlap, (right, detected) in zip(OVERLAPS, counts.tolist(), strict=True):
         figures[f"precision{100 * overlap:.0f}"] = right / max(1, detected)
-        figures[f"recall{100 * overlap:.0f}"] = right / objects
+        figures[f"recall{100 * overlap:.0f}"] = right / total
     return {**figures, "detail": {VOC_METRIC: of_class}}
 
 

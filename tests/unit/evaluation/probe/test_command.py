@@ -15,6 +15,7 @@ from tests.grids import always
 from tests.runs import image_flags, pretrain_here
 from tests.unit.evaluation.small_encoder import small_config
 from tests.unit.finetuning.test_group_training import write_image_groups
+from tests.unit.test_frozen import FROZEN
 from trp_scale.cli import main as cli
 from trp_scale.config import RefusedError
 from trp_scale.config.registry import make_settings
@@ -29,6 +30,7 @@ from trp_scale.reporting.results import read_results
 from trp_scale.sharding.images.settings import ShardImagesConfig
 from trp_scale.sharding.images.shard import shard_images
 
+TEXT_RUN = FROZEN / "run"
 PROTOCOL = ("--method", "linear", "--protocol", "mae")
 SMALL = {"crops__size": 16, "vision__patch_size": 4, "training__steps": 4, "batch__micro_size": 8}
 
@@ -202,12 +204,14 @@ def test_flags_that_cannot_be(flags: list[str], message: str) -> None:
 
 
 def test_what_does_not_fit_is_refused(
-    stripes: Path, learned: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    stripes: Path, others: Path, learned: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     base = ["probe", "--from", str(learned), "--data", str(stripes), "--run_dir", str(tmp_path / "x")]
     for more, message in (
         (["--image_size", "18"], "--image_size is 18"),
         (["--test", str(stripes)], "64 of its 64 images"),
+        (["--test", str(others), *PROTOCOL, "--batch_size", "128"], "--batch_size is 128"),
+        ([*PROTOCOL, "--from", str(TEXT_RUN)], f"--from {TEXT_RUN}"),
     ):
         assert cli.main([*base, *more]) == 2
         assert message in capsys.readouterr().err
