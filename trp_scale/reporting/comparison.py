@@ -314,7 +314,7 @@ def _detection_table(comparison: Comparison, key: RowKey) -> Table | None:
     speeds = [[detail.get(SPEED) for detail in task.detail] if task else [] for task in tasks]
     lines["images/s"] = [[speed for speed in of_run if isinstance(speed, float)] for of_run in speeds]
     rows = [
-        [name, *(figure_text(statistics.fmean(values) if values else None) for values in of_runs)]
+        [name, *(figure_text(statistics.fmean(values) if values else None, 5) for values in of_runs)]
         for name, of_runs in lines.items()
         if any(of_runs)
     ]

@@ -307,7 +307,7 @@ def test_precision_recall_and_speed_of_detection_have_a_table_and_no_test() -> N
         ["detection of voc", "a", "b"],
         ["precision50", "0.2500", "-"],
         ["recall50", "0.2500", "-"],
-        ["images/s", "15.00", "-"],
+        ["images/s", "15.000", "-"],
     ]
     assert list(comparison.rows) == [key("voc", "AP", "test")] and comparison.tests == 1
     (_,) = result_tables(compare_results({"a": run(task("voc", [0.4]))}))
