@@ -189,7 +189,7 @@ class InferenceSpeed:
         self._passes, self._images, self._seconds = 0, 0, 0.0
 
     @contextlib.contextmanager
-    def timed(self, images: torch.Tensor) -> Iterator[None]:
+    def measure(self, images: torch.Tensor) -> Iterator[None]:
         """Time the pass of a micro-batch of images [B, ...]."""
         _wait(images.device)
         began = time.perf_counter()

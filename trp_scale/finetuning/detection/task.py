@@ -211,7 +211,7 @@ class DetectionTask(ImageTask[DetectionTaskConfig]):
 
     def predict(self, forward: Callable[..., Any], batch: Batch) -> list[Target]:
         """Return the detections of each row in pixels of its square."""
-        with self._speed.timed(batch["images"]):
+        with self._speed.measure(batch["images"]):
             return self.objective.detections(forward, batch)
 
     def metrics(self) -> DetectionMetrics:

@@ -373,7 +373,7 @@ def test_the_speed_is_of_the_passes_after_warm_up(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("trp_scale.finetuning.detection.metrics.time.perf_counter", lambda: float(next(clock)))
     speed = InferenceSpeed()
     for images, expected in ((7, None), (7, None), (4, 4.0), (8, 6.0)):  # a second each
-        with speed.timed(torch.zeros(images, 3)):
+        with speed.measure(torch.zeros(images, 3)):
             pass
         assert speed.images_per_second(ALONE) == expected
     group = TwoRanks("data", rank=1, size=2, others=(3, 1.0))
