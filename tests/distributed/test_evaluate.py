@@ -98,7 +98,7 @@ def test_two_ranks_probe_as_one_does(two_ranks: Ranks, tuned: Path, odd: Path, t
         one, two = (read_results(tmp_path / name / method[0]) for name in ("one", "two"))
         assert one == two
     kept = [sorted((tmp_path / name).glob("*.safetensors")) for name in ("one", "two")]
-    assert [path.name for path in kept[0]] == [path.name for path in kept[1]] and len(kept[0]) == 2
+    assert [path.name for path in kept[0]] == [path.name for path in kept[1]] and len(kept[0]) == 3
     for ours, theirs in zip(*kept, strict=True):
         first, second = _read(ours), _read(theirs)
         assert first is not None and second is not None and len(first.labels) in (37, 90)
