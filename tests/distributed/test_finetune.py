@@ -8,7 +8,8 @@ import os
 import shutil
 import signal
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,15 @@ DETECTION: dict[str, Any] = {
     "detection.max_scale": 1.5,
     "logging.every": 1,
 }
+VITDET: dict[str, Any] = {
+    "detection__heads": "cascade",
+    "detection__window": 3,
+    "detection__whole_blocks": 1,
+    "optimizer__schedule": "multistep",
+    "optimizer__milestones": 1,
+    "optimizer__layer_decay": 0.7,
+}
+"""Padded windows in the first block, three stages of boxes, and a lower rate from the second step on."""
 STILL = {"training__steps": 1, "optimizer__lr": 1e-30}
 """A run whose weights do not move: any difference is one of measuring."""
 
@@ -244,20 +254,34 @@ def test_two_ranks_learn_of_pixels_what_one_does(
     assert sum(float((theirs[name] - first[name]).norm()) for name in theirs) > 0.01
 
 
+DETECTORS: dict[str, dict[str, Any]] = {"one_stage": {}, "vitdet": VITDET}
+
+
 @pytest.fixture(scope="module")
-def alone(scenes: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The detection run of one rank."""
-    run_dir = tmp_path_factory.mktemp("alone") / "run"
-    assert finetune_here(detection_flags(scenes, run_dir)) == 0
-    return run_dir
+def alone(scenes: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The detection run of one rank, by the detector."""
+
+    @cache
+    def run(detector: str) -> Path:
+        run_dir = tmp_path_factory.mktemp("alone") / "run"
+        assert finetune_here(detection_flags(scenes, run_dir, **DETECTORS[detector])) == 0
+        return run_dir
+
+    return run
 
 
-@pytest.mark.parametrize("layout", always(["fsdp", "zero2", "zero3"], "zero2"))
+LAYOUTS_OF_DETECTORS = list(product(["fsdp", "zero2", "zero3"], DETECTORS))
+
+
+@pytest.mark.parametrize(
+    ("layout", "detector"), always(LAYOUTS_OF_DETECTORS, ("zero2", "one_stage"), ("fsdp", "vitdet"))
+)
 def test_two_ranks_learn_to_detect_what_one_does_in_micro_batches_of_one_size(
-    two_ranks: Ranks, scenes: Path, alone: Path, tmp_path: Path, layout: str
+    two_ranks: Ranks, scenes: Path, alone: Callable[[str], Path], tmp_path: Path, layout: str, detector: str
 ) -> None:
-    assert two_ranks(finetune_here, detection_flags(scenes, tmp_path, **ENGINE_FLAGS[layout])) == [0, 0]
-    ours, reference = (lines(seed_directory(run, "detection")) for run in (tmp_path, alone))
+    flags = detection_flags(scenes, tmp_path, **DETECTORS[detector], **ENGINE_FLAGS[layout])
+    assert two_ranks(finetune_here, flags) == [0, 0]
+    ours, reference = (lines(seed_directory(run, "detection")) for run in (tmp_path, alone(detector)))
     assert [line["step"] for line in ours] == [1, 2]
     for line, other in zip(ours, reference, strict=True):
         assert line["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
@@ -310,9 +334,11 @@ def test_kill_9_and_a_restart_in_its_place(image_dataset: Path, tmp_path: Path) 
 
 
 @pytest.mark.exhaustive
-def test_a_detection_run_goes_on_bit_for_bit(scenes: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("detector", DETECTORS)
+def test_a_detection_run_goes_on_bit_for_bit(scenes: Path, tmp_path: Path, detector: str) -> None:
     whole, again = tmp_path / "whole", tmp_path / "again"
-    flags = partial(detection_flags, scenes, training__steps=4, checkpoint__every=2)
+    changes = {**DETECTORS[detector], "training__steps": 4, "checkpoint__every": 2}
+    flags = partial(detection_flags, scenes, **changes)
     assert finetune_here(flags(whole)) == 0
     shutil.copytree(whole, again)
     directory = seed_directory(again, "detection")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Annotated, Any, ClassVar, Literal
 
 import tyro.conf
@@ -280,7 +281,7 @@ class MegatronConfig(Section):
     and sums need less memory; about 30 % more bytes are communicated. The number of tokens need not be divisible."""
 
 
-WITHOUT_END = ("constant", "inverse_sqrt")
+WITHOUT_END = ("constant", "inverse_sqrt", "multistep")
 """Schedules that do not depend on the number of steps."""
 
 
@@ -311,14 +312,19 @@ class OptimizerConfig(Section):
     MAE and AdPE decays class and mask tokens.)"""
     warmup_steps: int = setting(10_000, at_least=0)
     """Steps of linear warm-up."""
-    schedule: Literal["linear", "cosine", "wsd", "constant", "inverse_sqrt"] = "linear"
+    schedule: Literal["linear", "cosine", "wsd", "constant", "inverse_sqrt", "multistep"] = "linear"
     """Schedule after warm-up. linear and cosine decay to min_lr; wsd is constant and decays in the last decay_steps, by
-    1 - the square root of their share (Haegele et al. 2024; ModernBERT). constant and inverse_sqrt (Vaswani et al.
-    2017, eq. 3) do not depend on the last step, so a run can be extended; --from starts a decay phase."""
+    1 - the square root of their share (Haegele et al. 2024; ModernBERT). constant, inverse_sqrt (Vaswani et al. 2017,
+    eq. 3) and multistep do not depend on the last step, so a run can be extended; --from starts a decay phase.
+    multistep multiplies the rate at milestones."""
+    milestones: list[int] = field(default_factory=list)
+    """multistep: ascending steps, from 0, at which the rate is multiplied by milestone_factor."""
+    milestone_factor: float = setting(0.1, above=0, below=1)
+    """multistep: factor of the rate at each milestone."""
     decay_steps: int = setting(0, at_least=0)
     """wsd: steps of the decay."""
     min_lr: float = setting(0.0, at_least=0)
-    """Learning rate at the end of the decay; for inverse_sqrt the minimum."""
+    """Learning rate at the end of the decay; for inverse_sqrt and multistep the minimum."""
     decay_end: Literal["after_last_step", "last_step"] = "after_last_step"
     """Step at which linear, cosine and wsd reach min_lr. after_last_step: one step after the run, as in transformers
     and MAE, so that the last step still learns. last_step: the last step, as in runs without this setting."""
@@ -335,6 +341,14 @@ class OptimizerConfig(Section):
         left = config.training.steps - self.warmup_steps
         if self.schedule == "wsd" and not 0 < self.decay_steps <= left:
             yield f"--optimizer.decay_steps is {self.decay_steps}; allowed: 1 to {left}, the steps after warm-up"
+        if self.schedule == "multistep":
+            bounds = [max(0, self.warmup_steps - 1), *self.milestones, config.training.steps]
+            if not self.milestones or any(late <= early for early, late in pairwise(bounds)):
+                yield (
+                    f"--optimizer.milestones is {' '.join(map(str, self.milestones)) or 'empty'}; allowed for the "
+                    f"schedule multistep: ascending steps, each once, from {bounds[0] + 1}, after warm-up, to "
+                    f"{bounds[-1] - 1}, the last step"
+                )
 
     def cautions(self, config: Any, steps_per_epoch: int) -> Iterator[str]:
         if self.warmup_steps >= config.training.steps and self.schedule not in WITHOUT_END:

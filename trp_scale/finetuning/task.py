@@ -224,12 +224,15 @@ def has_training_data(config: ImageTaskConfig) -> bool:
 
 
 def set_length(config: FinetuneConfig, rows: int) -> None:
-    """Set training.steps from downstream.epochs, and optimizer.warmup_steps from warmup_share."""
+    """Set training.steps from downstream.epochs, and optimizer.warmup_steps from warmup_share. Raises RefusedError:
+    the schedule does not fit them."""
     downstream = config.downstream
     if downstream.epochs > 0:
         config.training.steps = count_steps(downstream.epochs, rows, config.batch.global_size)
     if downstream.warmup_share > 0:
         config.optimizer.warmup_steps = round(downstream.warmup_share * config.training.steps)
+    if problems := list(config.optimizer.problems(config)):
+        raise RefusedError("\n".join(problems))
 
 
 def open_task_sources(

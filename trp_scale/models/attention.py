@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from inspect import signature
 from typing import NamedTuple
 
@@ -33,6 +34,41 @@ def attention_shares(queries: Tensor, keys: Tensor, bias: Tensor | None) -> Tens
     dtype = torch.promote_types(queries.dtype, torch.float32)
     scores = (queries.to(dtype) @ keys.to(dtype).transpose(-1, -2)).to(dtype) * queries.shape[-1] ** -0.5
     return torch.softmax(scores if bias is None else scores + bias.to(dtype), dim=-1)
+
+
+def cut_windows(part: Tensor, window: int) -> Tensor:
+    """Cut a square grid of patches into windows, [B, H, 1 + G^2, C] -> [B n, H, 1 + w^2, C].
+
+    The windows of an image come row by row. Each begins with a copy of the class token. Those at right and bottom are
+    padded with zeros if w does not divide G.
+
+    Args:
+        window: w, patches along each side.
+    """
+    batch, heads, tokens, channels = part.shape
+    grid = math.isqrt(tokens - 1)
+    count = math.ceil(grid / window)
+    patches = part[:, :, 1:].reshape(batch, heads, grid, grid, channels)
+    patches = F.pad(patches, (0, 0, 0, count * window - grid, 0, count * window - grid))
+    patches = patches.view(batch, heads, count, window, count, window, channels)
+    patches = patches.permute(0, 2, 4, 1, 3, 5, 6).reshape(batch * count**2, heads, window**2, channels)
+    return torch.cat([part[:, :, :1].repeat_interleave(count**2, dim=0), patches], dim=2)
+
+
+def join_windows(part: Tensor, batch: int, grid: int) -> Tensor:
+    """Invert `cut_windows`, [B n, H, 1 + w^2, C] -> [B, H, 1 + G^2, C]. The class token is the mean of its copies."""
+    windows, heads, tokens, channels = part.shape
+    count, window = math.isqrt(windows // batch), math.isqrt(tokens - 1)
+    copies = part[:, :, :1].reshape(batch, count**2, heads, 1, channels)
+    patches = part[:, :, 1:].reshape(batch, count, count, heads, window, window, channels)
+    patches = patches.permute(0, 3, 1, 4, 2, 5, 6).flatten(4, 5).flatten(2, 3)  # [B, H, G or more, G or more, C]
+    return torch.cat([copies.mean(1), patches[:, :, :grid, :grid].flatten(2, 3)], dim=2)
+
+
+def window_padding(grid: int, window: int, like: Tensor) -> Tensor:
+    """Return the bias of the keys in the windows of an image, [n, 1, 1, 1 + w^2]: -inf for padding, else 0, with the
+    type and device of `like`."""
+    return cut_windows(like.new_ones(1, 1, 1 + grid**2, 1), window).log().transpose(2, 3)
 
 
 class PackedSegments(NamedTuple):

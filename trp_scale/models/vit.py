@@ -6,7 +6,8 @@ Parameter names are those of the pre-training models' encoders, so weights load 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Collection, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 
 from trp_scale.config.finetuning import ImageTaskConfig
 from trp_scale.config.images import RelativeVisionConfig
-from trp_scale.models.attention import attend, attention_shares
+from trp_scale.models.attention import attend, attention_shares, cut_windows, join_windows, window_padding
 from trp_scale.models.patches import patchify
 from trp_scale.models.positions import (
     RelativeInputs,
@@ -97,6 +98,7 @@ class TransformerBlock(Block):  # type: ignore[misc]
         masked: int = 0,
         last: int | None = None,
         feed_forward_input: bool = False,
+        window: int = 0,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """[B, T, D] -> [B, T, D], or [B, last, D].
 
@@ -108,6 +110,9 @@ class TransformerBlock(Block):  # type: ignore[misc]
                 of all tokens are projected, because one matrix product is faster than two.)
             feed_forward_input: also return the input of the feed-forward's second matrix, [B, T, intermediate], without
                 a graph.
+            window: patches attend to the class token and to the patches of their window of window x window, instead of
+                all tokens; tokens are those of a whole grid, [class, patches row by row], and `relative` is that of a
+                window. The class token gets the mean of what it has in the windows. 0 = no windows.
         """
         (projected,) = self.cut.project(self.norm1(tokens), self.attn.qkv)  # [B, T, 3 D]
         parts = projected.chunk(3, dim=-1)  # [B, T, D]; one copy in the backward pass
@@ -115,13 +120,21 @@ class TransformerBlock(Block):  # type: ignore[misc]
         queries, keys, values = (part.unflatten(-1, (-1, self.head_size)).transpose(1, 2) for part in parts)  # type: ignore[no-untyped-call]
         if last is not None:
             queries, tokens = queries[:, :, -last:], self.cut.split(self.cut.whole(tokens)[:, -last:])
+        grid = math.isqrt(queries.shape[2] - 1)
+        if window:
+            queries, keys, values = (cut_windows(part, window) for part in (queries, keys, values))
         bias = None if self.relative_positions is None else self.relative_positions(queries, relative)
+        if window and grid % window:
+            padding = window_padding(grid, window, queries).repeat(len(tokens), 1, 1, 1)  # [B n, 1, 1, 1 + w^2]
+            bias = padding if bias is None else bias + padding
         if self.relative_values is None:
             context = attend(queries, keys, values, bias)  # [B, H, Q, D / H]
         else:
             shares = attention_shares(queries, keys, bias)  # [B, H, Q, T]
             context = shares @ values.to(shares.dtype) + self.relative_values(shares, relative)
             context = context.to(values.dtype)
+        if window:
+            context = join_windows(context, len(tokens), grid)
         if value is not None:
             context = context + masked_rows(self.cut.share_input(value).to(context.dtype), context.shape[2], masked)
         tokens = tokens + self.drop_path1(self.attn.proj(context.transpose(1, 2).flatten(2)))  # [B, Q, D]
@@ -192,16 +205,23 @@ def sine_cosine_positions(config: ImageTaskConfig) -> Tensor:
 class ImageEncoder(nn.Module):
     """A vision transformer on square images of crops.size pixels, with a class token.
 
-    `norm` is False for heads with their own norm.
+    Args:
+        norm: False for heads with their own norm.
+        window: patches along the sides of attention windows (`TransformerBlock.forward`); 0 = no windows.
+        whole: numbers of the blocks without windows.
     """
 
     fixed_positions: Tensor | None
 
-    def __init__(self, config: ImageTaskConfig, *, norm: bool = True) -> None:
+    def __init__(
+        self, config: ImageTaskConfig, *, norm: bool = True, window: int = 0, whole: Collection[int] = ()
+    ) -> None:
         super().__init__()
         model, vision, downstream = config.model, config.vision, config.downstream
         self.patch_size = vision.patch_size
         self.grid = config.crops.size // vision.patch_size
+        self.window = min(window, self.grid)
+        self.windowed = frozenset(range(model.layers)).difference(whole) if window else frozenset()
         width = model.hidden_size
         self.relative = vision if vision.positions == "relative" else None
         self.head_size = width // model.heads
@@ -249,10 +269,13 @@ class ImageEncoder(nn.Module):
         tokens = torch.cat([self.cls_token.expand(len(tokens), 1, -1), tokens], dim=1)
         positions = self.pos_embed if self.fixed_positions is None else self.fixed_positions
         tokens = tokens + positions.to(tokens.dtype)
-        relative = self._relative_inputs(tokens)
+        relative = self._relative_inputs(len(tokens), self.grid)
+        inside = None
+        if self.windowed:
+            inside = self._relative_inputs(len(tokens) * math.ceil(self.grid / self.window) ** 2, self.window)
         features = []
         for number, block in enumerate(self.blocks):
-            tokens = block(tokens, relative)
+            tokens = block(tokens, inside, window=self.window) if number in self.windowed else block(tokens, relative)
             if number in after:
                 features.append(tokens)
         normalised: Tensor = self.norm(tokens)
@@ -263,14 +286,15 @@ class ImageEncoder(nn.Module):
             features[-1] = features[-1] + 0.0 * normalised
         return features
 
-    def _relative_inputs(self, tokens: Tensor) -> RelativeInputs | None:
+    def _relative_inputs(self, count: int, grid: int) -> RelativeInputs | None:
+        """Return the inputs of relative positions of `count` images or windows of grid x grid patches."""
         if self.relative is None:
             return None
-        places = torch.arange(self.grid**2, device=tokens.device)[None]  # [1, N]
+        places = torch.arange(grid**2, device=self.cls_token.device)[None]  # [1, N]
         dtype = torch.promote_types(self.cls_token.dtype, torch.float32)
         index, values = self.relative.index, self.relative.relative_values
-        (inputs,) = relative_inputs(places, self.grid, index, self.head_size, dtype=dtype, blocks=1, values=values)
-        return inputs._replace(pairs=inputs.pairs.expand(len(tokens), -1, -1))  # equal for all images
+        (inputs,) = relative_inputs(places, grid, index, self.head_size, dtype=dtype, blocks=1, values=values)
+        return inputs._replace(pairs=inputs.pairs.expand(count, -1, -1))  # equal for all images
 
 
 class OnImageEncoder(nn.Module):

@@ -8,6 +8,7 @@ import copy
 import gc
 import math
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -560,13 +561,16 @@ def learning_rate(step: int, steps: int, config: OptimizerConfig) -> float:
     """Return the learning rate of step `step` (from 0) of `steps`.
 
     Linear warm-up over `warmup_steps`, from lr / warmup_steps at the first step to lr at its last. Then linear or
-    cosine decay to `min_lr`, constant with a decay in the last `decay_steps` (wsd), inverse square root decay, or none.
-    The decay is that of transformers, (steps - step) / (steps - warmup_steps), or ends one step earlier (`decay_end`).
+    cosine decay to `min_lr`, constant with a decay in the last `decay_steps` (wsd), inverse square root decay, a factor
+    at each milestone from its step on (multistep), or none. The first three decay as in transformers,
+    (steps - step) / (steps - warmup_steps), or end one step earlier (`decay_end`).
     """
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
     if config.schedule == "inverse_sqrt":
         return max(config.min_lr, config.lr * math.sqrt(max(1, config.warmup_steps) / (step + 1)))
+    if config.schedule == "multistep":
+        return max(config.min_lr, config.lr * config.milestone_factor ** bisect_right(config.milestones, step))
     if config.schedule == "constant":
         return config.lr
     begin = steps - config.decay_steps if config.schedule == "wsd" else config.warmup_steps

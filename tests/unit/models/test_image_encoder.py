@@ -81,7 +81,7 @@ def test_encoder_equals_the_multimodal_encoder_on_images() -> None:
 def test_images_of_a_batch_share_their_offsets() -> None:
     settings = finetune_config()
     settings.vision.positions = "relative"
-    inputs = ImageEncoder(settings)._relative_inputs(torch.empty(5, 1 + GRID**2, 24))
+    inputs = ImageEncoder(settings)._relative_inputs(5, GRID)
     assert inputs is not None and inputs.pairs.shape == (5, 1 + GRID**2, 1 + GRID**2)
     assert inputs.pairs.untyped_storage().nbytes() == (1 + GRID**2) ** 2 * 8, "whole images are all alike"
 

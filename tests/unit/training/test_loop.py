@@ -23,6 +23,7 @@ from tests.synthetic import Layout, RecordingTrainer, SilentObserver, small_conf
 from trp_scale.checkpoint.document import read_document
 from trp_scale.checkpoint.run_directory import checkpoint_path, checkpoints
 from trp_scale.config import OptimizerConfig
+from trp_scale.config.loader import load_recipe
 from trp_scale.core.batch import Batch
 from trp_scale.core.hooks import StepContext
 from trp_scale.engines.plain import PlainEngine
@@ -250,6 +251,43 @@ def test_decay_of_earlier_versions_reaches_the_least_rate_at_the_last_step(sched
     assert found[warmup] == pytest.approx(PEAK, rel=1e-12)
     assert found[-1] == pytest.approx(LEAST, rel=1e-9)
     assert all(later < earlier for earlier, later in itertools.pairwise(found[warmup:]))
+
+
+@pytest.mark.parametrize(("warmup", "milestones"), [(0, [1, 2]), (10, [10, 60]), (10, [30, 31, 99]), (98, [99])])
+def test_multistep_equals_torchs_schedule(warmup: int, milestones: list[int]) -> None:
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=PEAK)
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, milestones, gamma=0.3)
+    expected = []
+    for _ in range(100):
+        expected.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    settings: dict[str, Any] = {"schedule": "multistep", "milestones": milestones, "milestone_factor": 0.3}
+    ours = rates(100, warmup_steps=warmup, min_lr=0.0, **settings)
+    assert ours[warmup:] == pytest.approx(expected[warmup:], rel=1e-12)
+    assert rates(1000, warmup_steps=warmup, min_lr=0.0, **settings)[:100] == ours
+    assert min(rates(100, warmup_steps=0, min_lr=PEAK / 2, **settings)) == PEAK / 2
+
+
+def test_milestones_are_those_of_adpe_as_shares_of_the_run() -> None:
+    """fvcore compares milestones of 184,375 steps with int(step / steps x 184,375), for runs of any length."""
+    config = load_recipe("detection_coco_vit_b")
+    steps, milestones, all_steps = config.training.steps, config.optimizer.milestones, 184_375
+    assert [int(step * all_steps / steps) for step in milestones] == [163_889, 177_546]
+    assert [int((step - 1) * all_steps / steps) for step in milestones] == [163_888, 177_545]
+    assert config.optimizer.warmup_steps == round(250 / all_steps * steps)
+
+
+@pytest.mark.parametrize("milestones", [[], [0, 5], [5, 5], [7, 5], [5, 20], [-1, 5], [2, 5]], ids=str)
+def test_milestones_outside_the_run_or_not_ascending_are_refused(milestones: list[int]) -> None:
+    config = load_recipe("pos_bert_tiny")
+    config.training.steps, config.optimizer.warmup_steps = 20, 3
+    config.optimizer.schedule, config.optimizer.milestones = "multistep", milestones
+    value = " ".join(map(str, milestones)) or "empty"
+    (problem,) = config.optimizer.problems(config)
+    assert problem.startswith(f"--optimizer.milestones is {value};")
+    config.optimizer.milestones = [3, 19]
+    assert not list(config.optimizer.problems(config))
 
 
 def test_constant_stays_at_the_full_rate() -> None:

@@ -1,4 +1,4 @@
-"""Mask R-CNN or Faster R-CNN on a plain vision transformer: torchvision's heads on a feature pyramid."""
+"""Mask, Faster or Cascade R-CNN on a plain vision transformer: torchvision's heads on a feature pyramid."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from torchvision.models.detection.rpn import RegionProposalNetwork, RPNHead
 from torchvision.ops import FeaturePyramidNetwork, MultiScaleRoIAlign, roi_align
 
 from trp_scale.finetuning.dense.model import as_map, quarters
+from trp_scale.finetuning.detection.cascade import STAGE_IOUS, CascadeHeads, Target
 from trp_scale.finetuning.detection.settings import DetectionConfig, DetectionTaskConfig
 from trp_scale.models.initialise import initial_tensor, initialise_vision, set_all
 from trp_scale.models.vit import ImageEncoder, OnImageEncoder
@@ -113,8 +114,6 @@ PYRAMIDS: dict[str, type[SimplePyramid] | type[BlockPyramid]] = {"simple": Simpl
 RATIOS = (0.5, 1.0, 2.0)
 """Aspect ratios of the anchors, height / width."""
 
-Target = dict[str, Tensor]
-
 
 class SingleProposalHead(RPNHead):  # type: ignore[misc]
     """Returns float32, since box coordinates have the dtype of these outputs."""
@@ -132,6 +131,18 @@ class SinglePredictor(FastRCNNPredictor):  # type: ignore[misc]
         return scores.float(), deltas.float()
 
 
+class SharedBoxPredictor(SinglePredictor):
+    """Predicts one box for all classes, returned for each of them: 4 C deltas, as torchvision's functions expect."""
+
+    def __init__(self, width: int, classes: int) -> None:
+        super().__init__(width, classes)
+        self.bbox_pred = nn.Linear(width, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        scores, deltas = super().forward(x)
+        return scores, deltas.repeat(1, scores.shape[-1])
+
+
 class Detector(OnImageEncoder):
     """Proposals from all levels of the pyramid, then classes, boxes and masks of the proposals (He et al. 2017).
 
@@ -143,10 +154,11 @@ class Detector(OnImageEncoder):
     def __init__(self, config: DetectionTaskConfig) -> None:
         super().__init__()
         detection, patch_size = config.detection, config.vision.patch_size
-        self.encoder = ImageEncoder(config)
+        whole = detection.whole_blocks or quarters(config.model.layers)
+        self.encoder = ImageEncoder(config, window=detection.window, whole=whole)
         self.pyramid = PYRAMIDS[detection.pyramid](config.model.hidden_size, detection.width)
         self.rpn = _proposals(detection, patch_size)
-        self.roi_heads = _heads(detection, patch_size, 1 + config.downstream.classes)
+        self.roi_heads = build_heads(detection, patch_size, 1 + config.downstream.classes)
         self._after = self.pyramid.block_numbers(config.model.layers)
         initialise_vision(self.encoder, seed=config.training.seed, std=config.model.initializer_range)
         for name in ("pyramid", "rpn", "roi_heads"):
@@ -200,8 +212,22 @@ def _proposals(detection: DetectionConfig, patch_size: int) -> RegionProposalNet
     )
 
 
-def _heads(detection: DetectionConfig, patch_size: int, classes: int) -> RoIHeads:
+def build_heads(detection: DetectionConfig, patch_size: int, classes: int) -> RoIHeads | CascadeHeads:
     """Build the heads; `classes` includes the background."""
+    if detection.heads == "one_stage":
+        return _stage(detection, patch_size, SinglePredictor(detection.box_width, classes))
+    return CascadeHeads(
+        [
+            _stage(detection, patch_size, SharedBoxPredictor(detection.box_width, classes), number, iou)
+            for number, iou in enumerate(STAGE_IOUS)
+        ]
+    )
+
+
+def _stage(
+    detection: DetectionConfig, patch_size: int, predictor: SinglePredictor, number: int = 0, iou: float = 0.5
+) -> RoIHeads:
+    """Build a stage of the heads; masks belong to the first. Deltas are in finer units in each stage."""
     width = detection.width
     # torchvision's rule maps a scale of 224 pixels to level 4, which has stride 16.
     align = partial(
@@ -212,7 +238,8 @@ def _heads(detection: DetectionConfig, patch_size: int, classes: int) -> RoIHead
         canonical_level=int(math.log2(patch_size)),
     )
     masks: dict[str, nn.Module] = {}
-    if detection.masks == "on":
+    if detection.masks == "on" and number == 0:
+        classes = predictor.cls_score.out_features
         masks = {
             "mask_roi_pool": align(output_size=14),
             "mask_head": MaskRCNNHeads(width, (width,) * 4, 1, norm_layer=LayerNorm2d),
@@ -225,12 +252,12 @@ def _heads(detection: DetectionConfig, patch_size: int, classes: int) -> RoIHead
     return RoIHeads(
         align(output_size=7),
         head,
-        SinglePredictor(detection.box_width, classes),
-        fg_iou_thresh=0.5,
-        bg_iou_thresh=0.5,
+        predictor,
+        fg_iou_thresh=iou,
+        bg_iou_thresh=iou,
         batch_size_per_image=detection.box_samples,
         positive_fraction=0.25,
-        bbox_reg_weights=None,
+        bbox_reg_weights=tuple((1 + number) * unit for unit in (10.0, 10.0, 5.0, 5.0)),
         score_thresh=detection.score_threshold,
         nms_thresh=detection.suppression_threshold,
         detections_per_img=detection.detections,
@@ -238,8 +265,8 @@ def _heads(detection: DetectionConfig, patch_size: int, classes: int) -> RoIHead
     )
 
 
-SMALL = {"rpn.": 0.01, "roi_heads.box_predictor.cls_score.": 0.01, "roi_heads.box_predictor.bbox_pred.": 0.001}
-"""Standard deviation of initial weights by name prefix (Girshick 2015; Ren et al. 2015)."""
+SMALL = {"rpn.": 0.01, ".box_predictor.cls_score.": 0.01, ".box_predictor.bbox_pred.": 0.001}
+"""Standard deviation of initial weights by part of the name (Girshick 2015; Ren et al. 2015)."""
 
 
 def _initialise(module: nn.Module, prefix: str, seed: int) -> None:
@@ -253,7 +280,7 @@ def _initialise(module: nn.Module, prefix: str, seed: int) -> None:
         whole = prefix + name
         # Stride = kernel size: each output pixel of a transposed convolution uses a single kernel position.
         inputs = parameter.shape[0] if name in transposed else parameter[0].numel()
-        small = [std for begin, std in SMALL.items() if whole.startswith(begin)]
+        small = [std for part, std in SMALL.items() if part in whole]
         return initial_tensor(seed, whole, tuple(parameter.shape), small[0] if small else math.sqrt(2.0 / inputs))
 
     set_all(module, rule)

@@ -35,6 +35,14 @@ class DetectionConfig(Section):
     pyramid: Literal["simple", "fpn"] = "simple"
     """simple: all levels from the last block's tokens (Li et al. 2022, ViTDet). fpn: a feature pyramid network on the
     last block of each quarter (Li et al. 2021, as MAE and AdPE)."""
+    window: int = setting(0, at_least=0)
+    """Patches along the sides of attention windows, padded at right and bottom (ViTDet: 14). The class token attends
+    within each, and its mean is kept. 0 = every block attends to the whole image."""
+    whole_blocks: list[int] = field(default_factory=list)
+    """window: blocks, from 0, that attend to the whole image; empty = the last block of each quarter (ViTDet)."""
+    heads: Literal["one_stage", "cascade"] = "one_stage"
+    """one_stage: Mask or Faster R-CNN. cascade: three stages of boxes shared by all classes, for IoU 0.5, 0.6 and 0.7
+    (Cai and Vasconcelos 2018, as ViTDet)."""
     width: int = setting(256, at_least=1)
     """Channels of the pyramid, and of the convolutions of all heads."""
     box_head: Literal["4conv_1fc", "2fc"] = "4conv_1fc"
@@ -88,6 +96,13 @@ class DetectionConfig(Section):
             yield (
                 f"--crops.size is {size}, allowed for detection: multiples of four patches, {4 * patch_size} pixels, "
                 f"for example {near}"
+            )
+        whole = self.whole_blocks
+        in_range = all(0 <= number < blocks for number in whole)
+        if whole and (not self.window or sorted(set(whole)) != whole or not in_range):
+            yield (
+                f"--detection.whole_blocks is {' '.join(map(str, whole))}, allowed: with --detection.window above 0 "
+                f"(it is {self.window}), blocks in ascending order, each once, from 0 to {blocks - 1}"
             )
         if self.pyramid == "fpn" and blocks % 4:
             yield (f"--detection.pyramid fpn needs a multiple of 4 blocks, the encoder has {blocks}; allowed: simple")

@@ -20,8 +20,9 @@ from trp_scale.distributed.groups import Group
 from trp_scale.errors import DataError
 from trp_scale.finetuning.detection.annotations import Annotations, check_images, read_coco, read_voc
 from trp_scale.finetuning.detection.batch import DetectionBatchBuilder
+from trp_scale.finetuning.detection.cascade import Target
 from trp_scale.finetuning.detection.metrics import VOC_METRIC, DetectionMetrics, InferenceSpeed, PredictedObjects
-from trp_scale.finetuning.detection.model import Detector, Target, paste
+from trp_scale.finetuning.detection.model import Detector, paste
 from trp_scale.finetuning.detection.settings import DetectionTaskConfig
 from trp_scale.finetuning.task import ImageTask, TaskObjective, has_training_data, open_task_sources
 from trp_scale.models.patches import Pixels

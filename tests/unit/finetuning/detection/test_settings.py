@@ -27,6 +27,10 @@ def small_detector(**detection: Any) -> DetectionTaskConfig:
         ({"crops.size": 56}, "multiples of four patches, 32 pixels, for example 32"),
         ({"vision.patch_size": 14, "crops.size": 56}, "a power of two from 4"),
         ({"model.layers": 6}, "--detection.pyramid fpn"),
+        ({"detection.window": -1}, "--detection.window is -1"),
+        ({"detection.whole_blocks": [1]}, "--detection.whole_blocks is 1, allowed: with --detection.window above 0"),
+        ({"detection.window": 3, "detection.whole_blocks": [1, 4]}, "--detection.whole_blocks is 1 4"),
+        ({"detection.window": 3, "detection.whole_blocks": [2, 1]}, "--detection.whole_blocks is 2 1"),
     ],
     ids=str,
 )
