@@ -104,6 +104,12 @@ class DetectionConfig(Section):
                 f"--detection.whole_blocks is {' '.join(map(str, whole))}, allowed: with --detection.window above 0 "
                 f"(it is {self.window}), blocks in ascending order, each once, from 0 to {blocks - 1}"
             )
+        elif self.window > 0 and (len(whole) or 4) >= blocks:
+            yield (
+                f"--detection.window is {self.window}, but none of the {blocks} blocks has windows; "
+                f"--detection.whole_blocks is {' '.join(map(str, whole)) or 'empty (the last of each quarter)'}, "
+                "allowed: fewer than all blocks"
+            )
         if self.pyramid == "fpn" and blocks % 4:
             yield (f"--detection.pyramid fpn needs a multiple of 4 blocks, the encoder has {blocks}; allowed: simple")
 

@@ -179,7 +179,7 @@ def test_the_pyramid_gets_the_mean_gradient_of_the_stages_and_boxes_none() -> No
 
 @pytest.mark.parametrize("objects", [True, False])
 def test_every_parameter_has_a_gradient_even_without_objects(objects: bool) -> None:
-    model = detector(window=3)
+    model = detector(window=3, whole_blocks=[1, 3])
     targets = some_targets()
     if not objects:
         targets = [{name: value[:0] for name, value in one.items()} for one in targets]
@@ -213,7 +213,7 @@ def test_initial_weights_are_those_of_one_stage() -> None:
 
 def test_layer_decay_is_vitdets() -> None:
     """detectron2: 0.7^(layers + 1 - depth), depth 0 for embeddings, i + 1 for block i, layers + 1 for the rest."""
-    model = detector(window=3)
+    model = detector(window=3, whole_blocks=[1, 3])
     optimizer = build_optimizer(model, OptimizerConfig(lr=5e-5, layer_decay=0.7))
     scales = {id(member): group["lr_scale"] for group in optimizer.param_groups for member in group["params"]}
     rates = {name: scales[id(parameter)] for name, parameter in model.named_parameters()}

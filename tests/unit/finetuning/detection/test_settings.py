@@ -31,6 +31,11 @@ def small_detector(**detection: Any) -> DetectionTaskConfig:
         ({"detection.whole_blocks": [1]}, "--detection.whole_blocks is 1, allowed: with --detection.window above 0"),
         ({"detection.window": 3, "detection.whole_blocks": [1, 4]}, "--detection.whole_blocks is 1 4"),
         ({"detection.window": 3, "detection.whole_blocks": [2, 1]}, "--detection.whole_blocks is 2 1"),
+        ({"detection.window": 3}, "--detection.window is 3, but none of the 4 blocks"),
+        (
+            {"detection.window": 3, "detection.whole_blocks": [0, 1, 2, 3]},
+            "--detection.window is 3, but none of the 4 blocks",
+        ),
     ],
     ids=str,
 )
