@@ -47,8 +47,9 @@ def small_training(words: list[str], steps: int) -> list[str]:
 
 def small_tuning(words: list[str]) -> list[str]:
     """Flags that shrink fine-tuning; the encoder has its own sizes."""
-    own = {"downstream.epochs": 0, "training.steps": STEPS, "batch.global_size": 8, "batch.micro_size": 4}
-    small: dict[str, object] = {**own, "data.workers": 0, "training.precision": "fp32", "logging.every": 1}
+    small: dict[str, object] = {"downstream.epochs": 0, "training.steps": STEPS, "optimizer.schedule": "constant"}
+    small |= {"batch.global_size": 8, "batch.micro_size": 4, "data.workers": 0}
+    small |= {"training.precision": "fp32", "logging.every": 1}
     if "--seeds" in words:
         small["seeds"] = 2
     if "--task" in words:
