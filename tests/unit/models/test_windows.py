@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -25,7 +26,10 @@ def images(rows: int = 3) -> Tensor:
 
 def encoder(window: int, whole: tuple[int, ...] = (), *, layers: int = 3, positions: str = "absolute") -> ImageEncoder:
     settings = finetune_config()
-    settings.model.layers, settings.vision.positions = layers, positions  # type: ignore[assignment]
+    settings.model.layers = layers
+    settings.vision.positions = "absolute" if positions == "absolute" else "relative"
+    if positions == "bias_and_values":
+        settings.vision.relative_mode, settings.vision.relative_values = "bias", True
     made = ImageEncoder(settings, window=window, whole=whole).double().eval()
     randomise_weights(made)
     return made
@@ -51,19 +55,25 @@ def masked_reference(model: ImageEncoder, pixels: Tensor, window: int, whole: tu
         scores = queries @ keys.transpose(-1, -2) / keys.shape[-1] ** 0.5
         if block.relative_positions is not None:
             scores = scores + block.relative_positions(queries, relative)
+
+        def attend(rows: Tensor, block: Any = block, values: Tensor = values) -> Tensor:
+            shares = rows.softmax(-1)
+            every = 0.0 if block.relative_values is None else block.relative_values(shares, relative)
+            return shares @ values + every
+
         if number in whole:
-            context = scores.softmax(-1) @ values
+            context = attend(scores)
         else:
-            context = scores.masked_fill(~seen, -torch.inf).softmax(-1) @ values
+            context = attend(scores.masked_fill(~seen, -torch.inf))
             others = [~F.pad(numbers == window_number, (1, 0), value=True) for window_number in numbers.unique()]
-            of_windows = [scores[:, :, :1].masked_fill(other, -torch.inf).softmax(-1) @ values for other in others]
+            of_windows = [attend(scores.masked_fill(other, -torch.inf))[:, :, :1] for other in others]
             context = torch.cat([torch.stack(of_windows).mean(0), context[:, :, 1:]], dim=2)
         tokens = tokens + block.attn.proj(context.transpose(1, 2).flatten(2))
         tokens = tokens + block.mlp(block.norm2(tokens))
     return model.norm(tokens)
 
 
-@pytest.mark.parametrize("positions", ["absolute", "relative"])
+@pytest.mark.parametrize("positions", ["absolute", "relative", "bias_and_values"])
 @pytest.mark.parametrize("window", [1, 2, 3, 4])
 def test_windows_equal_attention_with_a_mask(window: int, positions: str) -> None:
     """A grid of 5 x 5 patches: windows of 2, 3 and 4 are padded."""
@@ -74,7 +84,7 @@ def test_windows_equal_attention_with_a_mask(window: int, positions: str) -> Non
         assert (model(images())[0] - encoder(0, positions=positions)(images())[0]).abs().max() > 0.01
 
 
-@pytest.mark.parametrize("positions", ["absolute", "relative"])
+@pytest.mark.parametrize("positions", ["absolute", "relative", "bias_and_values"])
 @pytest.mark.parametrize("window", [GRID, GRID + 1, 14])
 def test_a_window_of_the_whole_grid_is_no_window(window: int, positions: str) -> None:
     with torch.no_grad():
