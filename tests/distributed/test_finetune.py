@@ -25,6 +25,7 @@ from tests.runs import essence, lines, start
 from tests.unit.finetuning.detection.small_sets import small_scenes
 from tests.unit.finetuning.glue.small_data import glue_flags, write_cola, write_stsb
 from tests.unit.finetuning.test_finetune import tuning_flags
+from trp_scale.checkpoint.document import read_document, read_hooks_state
 from trp_scale.checkpoint.format import read_full_state
 from trp_scale.checkpoint.run_directory import checkpoint_path
 from trp_scale.cli import main as cli
@@ -227,23 +228,49 @@ def test_two_ranks_learn_of_images_what_one_does(
         )
 
 
+def read_statistics(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """Running means and variances of batch norms, by name."""
+    state: dict[str, torch.Tensor] = read_hooks_state(checkpoint, read_document(checkpoint))["batch_norm"]
+    return state
+
+
 @pytest.mark.parametrize(
     ("engine", "kind", "head"),
-    always([("fsdp", "depth", "dpt"), ("zero3", "segmentation", "upernet")], ("fsdp", "depth", "dpt")),
+    always(
+        [
+            ("fsdp", "depth", "dpt"),
+            ("zero3", "segmentation", "upernet"),
+            *((engine, "segmentation", "batch_norm") for engine in ("ddp", "fsdp", "zero2", "zero3")),
+        ],
+        ("fsdp", "depth", "dpt"),
+        ("ddp", "segmentation", "batch_norm"),
+        ("fsdp", "segmentation", "batch_norm"),
+    ),
 )
 def test_two_ranks_learn_of_pixels_what_one_does(
     two_ranks: Ranks, image_dataset: Path, tmp_path: Path, engine: str, kind: str, head: str
 ) -> None:
-    """One image to a micro-batch on two ranks, four on one: the sums are the same, and no norm is over the batch. By
-    gradient descent: AdamW divides the rounding of gradients that are almost 0 by their size."""
+    """One image to a micro-batch on two ranks, four on one: the sums are the same, and no norm is over the batch but
+    batch norms, whose micro-batches are a rank's whole share. By gradient descent: AdamW divides the rounding of
+    gradients that are almost 0 by their size."""
     changes: dict[str, Any] = {"training__steps": 3, "checkpoint__every": 1, "checkpoint__keep": 0, "dense__head": head}
+    share: dict[str, Any] = {}
+    if head == "batch_norm":
+        changes |= {"dense__head": "upernet", "dense__norm": "batch", "dense__position_bias": True}
+        changes |= {"dense__distortion": True}
+        share = {"batch__micro_size": 2}
     changes |= {"optimizer__kind": "sgd", "optimizer__lr": 0.05, "optimizer__schedule": "constant"}
-    changes |= {"dense__auxiliary_weight": 0.4 if head == "upernet" else 0.0}
+    changes |= {"dense__auxiliary_weight": 0.0 if head == "dpt" else 0.4}
     changes |= {"dense__threshold": "batch"} if kind == "depth" else {}
     flags = partial(small_flags, DENSE, kind, image_dataset, **changes)
-    assert two_ranks(finetune_here, flags(tmp_path / "two", **ENGINE_FLAGS[engine])) == [0, 0]
+    split = {} if engine == "ddp" else ENGINE_FLAGS[engine]
+    assert two_ranks(finetune_here, flags(tmp_path / "two", **split, **share)) == [0, 0]
     assert finetune_here(flags(tmp_path / "one", batch__micro_size=4)) == 0
     one, two = (seed_directory(tmp_path / name, kind) for name in ("one", "two"))
+    if head == "batch_norm":
+        statistics = [read_statistics(checkpoint_path(run, 3)) for run in (one, two)]
+        torch.testing.assert_close(statistics[0], statistics[1], rtol=1e-4, atol=1e-6)
+        assert all((running[0] != 0).any() for running in statistics[0].values())
     first, theirs = (read_full_state(checkpoint_path(one, step)) for step in (1, 3))
     ours = read_full_state(checkpoint_path(two, 3))
     assert ours.keys() == theirs.keys()

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from trp_scale.checkpoint.document import CheckpointDocument, read_document
+from trp_scale.checkpoint.document import CheckpointDocument, read_document, read_hooks_state
 from trp_scale.checkpoint.export import find_checkpoint
 from trp_scale.checkpoint.format import STATE_OF, read_full_state
 from trp_scale.config import Config, RefusedError, Weights
@@ -31,6 +31,7 @@ from trp_scale.distributed.groups import Group
 from trp_scale.engines.plain import PlainEngine
 from trp_scale.errors import DataError, UnreadableError, quote
 from trp_scale.finetuning.encoders import load_weights
+from trp_scale.models.batch_norm import RunningStatistics, batch_norms, load_statistics
 from trp_scale.reporting.results import RESULTS_FILE, read_results
 from trp_scale.storage.files import atomic_write
 
@@ -298,6 +299,8 @@ def predicting_engine(module: nn.Module, run: ReadRun, environment: Environment)
     """
     weights = read_full_state(run.checkpoint, STATE_OF[run.weights])
     load_weights(module, weights, str(run.checkpoint), "; does the measured data have other classes?")
+    if norms := batch_norms(module):
+        load_statistics(norms, read_hooks_state(run.checkpoint, run.document)[RunningStatistics.name])
     config = run.config
     config.training.compile = "none"
     if config.training.precision == "fp16":

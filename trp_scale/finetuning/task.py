@@ -214,6 +214,9 @@ class ImageTask(DownstreamTask[ImageRun]):
             weights = open_encoder(path).image_weights(self.config)
             if not last_norm:
                 weights = {name: tensor for name, tensor in weights.items() if not name.startswith("norm.")}
+            for name, parameter in model.encoder.named_parameters():
+                if name.endswith("position_bias.table"):  # starts at zero; pre-training has none
+                    weights.setdefault(name, torch.zeros(parameter.shape))
             with naming_tensors(self.config.model):
                 load_weights(model.encoder, weights, f"--from {path}")
 

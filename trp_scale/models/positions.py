@@ -381,6 +381,26 @@ class RelativeValues(RelativeTable):
         return tuple(part * self.table.shape[1] ** 0.5 for part in vectors)
 
 
+class PositionBias(nn.Module):
+    """Learned bias of one block's attention scores, by head and offset of two patches (BEiT, Bao et al. 2022).
+
+    The table has a row for each offset, then one each for the class token as a key, as a query, and as both; it is zero
+    at the start.
+    """
+
+    def __init__(self, grid: int, heads: int) -> None:
+        super().__init__()
+        self.grid = grid
+        self.table = nn.Parameter(torch.zeros((2 * grid - 1) ** 2 + 3, heads))
+
+    def forward(self, dtype: torch.dtype) -> Tensor:
+        """Return the bias [1, H, T, T] of the class token and the patches, T = 1 + G^2."""
+        places = torch.arange(self.grid**2, device=self.table.device)
+        numbers = pair_numbers(places[None], self.grid)[0]  # [T, T]
+        numbers[0, 0] += 1
+        return F.embedding(numbers, self.table).to(dtype).permute(2, 0, 1)[None]
+
+
 PERTURBATION = Extra("perturbation")
 """[numel], the flat perturbation."""
 PIXEL_SHIFT = Extra("pixel_shift")

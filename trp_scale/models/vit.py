@@ -22,6 +22,7 @@ from trp_scale.config.images import RelativeVisionConfig
 from trp_scale.models.attention import attend, attention_shares, cut_windows, join_windows, window_padding
 from trp_scale.models.patches import patchify
 from trp_scale.models.positions import (
+    PositionBias,
     RelativeInputs,
     RelativePositions,
     RelativeValues,
@@ -85,6 +86,7 @@ class TransformerBlock(Block):  # type: ignore[misc]
         self.heads, self.head_size = heads, width // heads
         self.relative_positions = RelativePositions(self.head_size, relative.relative_mode) if relative else None
         self.relative_values = RelativeValues(self.head_size) if relative and relative.relative_values else None
+        self.position_bias: PositionBias | None = None  # set by encoders that have one
 
     def sequence_length(self, tokens: Tensor, *others: object, **named: object) -> int:
         """Return T. A run has few different lengths, each with its own compiled graph (engines/compiled.py)."""
@@ -124,6 +126,9 @@ class TransformerBlock(Block):  # type: ignore[misc]
         if window:
             queries, keys, values = (cut_windows(part, window) for part in (queries, keys, values))
         bias = None if self.relative_positions is None else self.relative_positions(queries, relative)
+        if self.position_bias is not None:
+            by_offset = self.position_bias(queries.dtype)
+            bias = by_offset if bias is None else bias + by_offset
         if window and grid % window:
             padding = window_padding(grid, window, queries).repeat(len(tokens), 1, 1, 1)  # [B n, 1, 1, 1 + w^2]
             bias = padding if bias is None else bias + padding
@@ -209,12 +214,19 @@ class ImageEncoder(nn.Module):
         norm: False for heads with their own norm.
         window: patches along the sides of attention windows (`TransformerBlock.forward`); 0 = no windows.
         whole: numbers of the blocks without windows.
+        biased: whether each block has an attention bias by the offset of two patches; not with windows.
     """
 
     fixed_positions: Tensor | None
 
     def __init__(
-        self, config: ImageTaskConfig, *, norm: bool = True, window: int = 0, whole: Collection[int] = ()
+        self,
+        config: ImageTaskConfig,
+        *,
+        norm: bool = True,
+        window: int = 0,
+        whole: Collection[int] = (),
+        biased: bool = False,
     ) -> None:
         super().__init__()
         model, vision, downstream = config.model, config.vision, config.downstream
@@ -241,6 +253,8 @@ class ImageEncoder(nn.Module):
             relative=self.relative,
             drop_path=downstream.drop_path,
         )
+        for block in self.blocks if biased else ():
+            block.position_bias = PositionBias(self.grid, model.heads)
         self.norm = nn.LayerNorm(width, eps=model.layer_norm_eps) if norm else nn.Identity()
 
     @property

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 from timm.layers import resample_abs_pos_embed
@@ -10,6 +12,8 @@ from torch import Tensor, nn
 from tests.unit.models import small_modalities
 from tests.unit.models.encoder_peers import copy_timm_weights, finetune_config, timm_vit
 from tests.unit.models.small_images import GRID, PATCH, VALUES, config, small_model
+from trp_scale.models import vit
+from trp_scale.models.attention import attend
 from trp_scale.models.initialise import initialise_vision
 from trp_scale.models.patches import patchify, unpatchify
 from trp_scale.models.positions import sine_cosine
@@ -57,6 +61,42 @@ def test_encoder_equals_the_pre_trained_encoder(positions: str, index: str) -> N
     with torch.no_grad():
         expected = model.features(patchify(images(), PATCH), torch.arange(GRID**2).expand(3, -1))
         torch.testing.assert_close(encoder(images())[0], expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("positions", ["absolute", "relative"])
+def test_a_position_bias_is_added_to_attention_by_head_and_offset(positions: str) -> None:
+    """Against attention written out pair by pair; at zero, nothing changes."""
+    given = finetune_config()
+    given.vision.positions = positions  # type: ignore[assignment]
+    plain, biased = (ImageEncoder(given, biased=is_biased).double().eval() for is_biased in (False, True))
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for parameter in plain.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.3)
+    unset = biased.load_state_dict(plain.state_dict(), strict=False)
+    assert unset.missing_keys == [f"blocks.{number}.position_bias.table" for number in range(len(biased.blocks))]
+    with torch.no_grad():
+        torch.testing.assert_close(biased(images())[0], plain(images())[0], rtol=0, atol=1e-12)
+    block, heads = biased.blocks[0], given.model.heads
+    with torch.no_grad():
+        table = block.position_bias.table  # type: ignore[union-attr]
+        table.copy_(torch.randn(table.shape, generator=generator))
+        table = table.detach()
+    cells = [None, *((row, column) for row in range(GRID) for column in range(GRID))]
+    span = 2 * GRID - 1
+    expected = torch.empty(1, heads, len(cells), len(cells), dtype=torch.float64)
+    for (i, query), (j, key) in product(enumerate(cells), enumerate(cells)):
+        number = span**2 + (query is None) + (query is None and key is None)  # the class token's three rows
+        if query is not None and key is not None:
+            number = span * (query[0] - key[0] + GRID - 1) + query[1] - key[1] + GRID - 1
+        expected[0, :, i, j] = table[number]
+    seen: list[Tensor] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(vit, "attend", lambda q, k, v, bias: (seen.append(bias), attend(q, k, v, bias))[1])
+        for encoder in (plain, biased):
+            encoder(images())
+    without, with_bias = seen[0], seen[len(plain.blocks)]
+    torch.testing.assert_close(with_bias, expected if without is None else without + expected, rtol=0, atol=1e-12)
 
 
 def test_encoder_equals_the_multimodal_encoder_on_images() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -300,23 +301,21 @@ class Jitter:
             out: [3, S, S] uint8, output.
         """
         top, left, height, width = jitters.boxes[row].tolist()
-        tall, wide = jitters.shown[row].tolist()
         part = image[:, top : top + height, left : left + width]
-        part = functional.resize(part, [tall, wide], interpolation=self._mode, antialias=True)
-        if jitters.flips[row]:
-            out[:, :tall, self.size - wide :] = functional.horizontal_flip(part)
-        else:
-            out[:, :tall, :wide] = part
+        part = functional.resize(part, jitters.shown[row].tolist(), interpolation=self._mode, antialias=True)
+        self.visible(jitters, row, out)[:] = functional.horizontal_flip(part) if jitters.flips[row] else part
+
+    def visible(self, jitters: Jitters, row: int, out: Any) -> Any:
+        """Return the view of the crop `out` [..., S, S] of one row that shows the image, without the padding."""
+        tall, wide = jitters.shown[row].tolist()
+        return out[..., :tall, self.size - wide :] if jitters.flips[row] else out[..., :tall, :wide]
 
     def pick(self, map_: Map, jitters: Jitters, row: int, out: Map) -> None:
         """Cut a map [H, W] like `cut`, with the number at the centre of each pixel; `out` [S, S]."""
         top, left, height, width = jitters.boxes[row].tolist()
         tall, wide = jitters.shown[row].tolist()
         picked = pick_centres(map_[top : top + height, left : left + width], tall, wide)
-        if jitters.flips[row]:
-            out[:tall, self.size - wide :] = picked[:, ::-1]
-        else:
-            out[:tall, :wide] = picked
+        self.visible(jitters, row, out)[:] = picked[:, ::-1] if jitters.flips[row] else picked
 
 
 def pick_centres(map_: Map, tall: int, wide: int) -> Map:

@@ -21,6 +21,7 @@ from trp_scale.core.batch import Batch
 from trp_scale.data.hashing import Integers
 from trp_scale.data.images.crops import GREY, Jitter, pick_centres
 from trp_scale.data.images.dataset import DecodedSample, ImageDataset, ImageMeta, RowReader
+from trp_scale.data.images.distortion import distort, draw_distortions
 from trp_scale.data.plan import Addresses, row_states
 from trp_scale.data.sources import Rows
 from trp_scale.finetuning.dense.settings import DenseConfig, DenseTaskConfig, DepthConfig, SegmentationConfig
@@ -89,7 +90,7 @@ class JitteredBatchBuilder:
     def __init__(self, config: DenseTaskConfig, data: DenseData) -> None:
         self._seed = config.training.seed
         self._rows = RowReader(data.datasets, data.meta, verify=config.data.verify)
-        dense, self._maps = config.dense, data.maps
+        dense, self._maps, self._distorts = config.dense, data.maps, config.dense.distortion
         scales = (dense.min_scale, dense.max_scale)
         self._jitter = Jitter(config.crops, scales, longer=dense.scaled_side == "longer")
 
@@ -97,13 +98,18 @@ class JitteredBatchBuilder:
         """Build the batch of rows at `addresses`; the first is at position `start` of the source."""
         began = time.perf_counter()
         rows = self._rows.read(addresses)
-        jitters = self._jitter.draw(row_states(addresses, seed=self._seed, maskings=NO_MASKING), rows.sizes)
+        states = row_states(addresses, seed=self._seed, maskings=NO_MASKING)
+        jitters = self._jitter.draw(states, rows.sizes)
+        distortions = draw_distortions(states) if self._distorts else None
         size = self._jitter.size
         images = torch.full((len(rows.samples), 3, size, size), GREY, dtype=torch.uint8)
         maps = self._maps.empty((len(rows.samples), size, size))
         for row, sample in enumerate(rows.samples):
             if sample is not None:
                 self._jitter.cut(sample.image, jitters, row, images[row])
+                if distortions is not None:
+                    shown = self._jitter.visible(jitters, row, images[row])
+                    shown.copy_(distort(shown, distortions[row]))
                 self._jitter.pick(self._maps.read(sample, int(addresses.member[row])), jitters, row, maps[row])
         fields = {"images": images, self._maps.name: torch.from_numpy(maps)}
         return rows.batch(fields, addresses, start=start, began=began)

@@ -56,7 +56,8 @@ class DepthTask(DenseTask[DepthTaskConfig]):
         self.objective = DepthObjective(self.space, dense.threshold)
 
     def hooks(self, run: RunContext) -> list[Hook]:
-        return [LargestError(self.objective)] if self.config.dense.threshold == "batch" else []
+        largest = [LargestError(self.objective)] if self.config.dense.threshold == "batch" else []
+        return [*super().hooks(run), *largest]
 
     def derive_settings(self, data: DenseData, measured: DenseData) -> int:
         maps, dense = data.maps, self.config.dense

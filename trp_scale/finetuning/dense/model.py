@@ -7,14 +7,17 @@ of DPT (Ranftl et al. 2021). upernet: Xiao et al. 2018. The last two are modules
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.nn.functional as F
 from timm.models.convnext import ConvNeXtBlock
 from torch import Tensor, nn
 
+from trp_scale.checkpoint.export import Pair, WeightNames
 from trp_scale.core.run import tensor_seed
-from trp_scale.finetuning.dense.settings import DenseTaskConfig
+from trp_scale.finetuning.dense.settings import DenseConfig, DenseTaskConfig
+from trp_scale.models.batch_norm import BatchNorm
 from trp_scale.models.initialise import initialise_vision, set_all
 from trp_scale.models.vit import EncoderShape, ImageEncoder, OnImageEncoder
 
@@ -33,10 +36,12 @@ class DenseHead(nn.Module):
     Attributes:
         after: numbers of the blocks to read, ascending, with possible repeats; empty = the encoder's normalised output.
         outputs: names of the last layers.
+        multimae: table of MultiMAE's names for the weights; `None` for other heads.
     """
 
     after: tuple[int, ...] = ()
     outputs: tuple[str, ...] = ()
+    multimae: WeightNames | None = None
 
     def forward(self, tokens: list[Tensor]) -> list[Tensor]:
         """Convert tokens [B, 1 + G^2, D] of each block of `after` to maps [B, C, H, W]: the prediction, and that of an
@@ -57,24 +62,21 @@ def quarters(blocks: int) -> tuple[int, ...]:
 
 
 def group_norm(channels: int) -> nn.GroupNorm:
-    """Return a group norm of at most 32 groups.
-
-    With a batch norm, results would depend on how the batch is split over ranks and micro-batches, and checkpoints
-    would lack its running statistics.
-    """
+    """Return a group norm of at most 32 groups. Unlike with a batch norm, results do not depend on how the batch is
+    split into micro-batches."""
     groups = max(1, min(MOST_GROUPS, channels // NORM_CHANNELS))
     while channels % groups:
         groups -= 1
     return nn.GroupNorm(groups, channels)
 
 
-def without_batch_norms(module: nn.Module) -> None:
-    """Replace every batch norm by a group norm, in place."""
+def replace_batch_norms(module: nn.Module, norm: Callable[[int], nn.Module]) -> None:
+    """Replace every torch.nn.BatchNorm2d, in place."""
     for name, child in module.named_children():
         if isinstance(child, nn.BatchNorm2d):
-            setattr(module, name, group_norm(child.num_features))
+            setattr(module, name, norm(child.num_features))
         else:
-            without_batch_norms(child)
+            replace_batch_norms(child, norm)
 
 
 def initialise_head(head: DenseHead, *, seed: int) -> None:
@@ -126,12 +128,21 @@ CONVNEXT_WIDTH = 384
 
 class ConvNextHead(DenseHead):
     """Splits each token into 4 x 4 cells, then applies timm's ConvNeXt blocks without layer scale (Liu et al. 2022) and
-    a 1 x 1 convolution."""
+    a 1 x 1 convolution. `after`: the last block for its raw tokens, as MultiMAE; else empty."""
 
     outputs = ("classifier",)
+    multimae = WeightNames(
+        Pair("projection.*", "proj_dec.*"),
+        Pair("blocks.*.conv_dw.*", "blocks.*.dwconv.*"),
+        Pair("blocks.*.mlp.fc1.*", "blocks.*.pwconv1.*"),
+        Pair("blocks.*.mlp.fc2.*", "blocks.*.pwconv2.*"),
+        Pair("blocks.*", "blocks.*"),
+        Pair("classifier.*", "final_layer.*"),
+    )
 
-    def __init__(self, width: int, outputs: int, cell: int = CONVNEXT_WIDTH) -> None:
+    def __init__(self, width: int, outputs: int, after: tuple[int, ...] = (), cell: int = CONVNEXT_WIDTH) -> None:
         super().__init__()
+        self.after = after
         self.projection = nn.Linear(width, CELLS**2 * cell)
         self.blocks = nn.Sequential(*(ConvNeXtBlock(cell, ls_init_value=None) for _ in range(BLOCKS)))
         self.classifier = nn.Conv2d(cell, outputs, 1)
@@ -160,23 +171,43 @@ class DptHead(DenseHead):
     Two modules of transformers are removed: the first residual unit of the first fusion, whose weights get no gradient;
     and the last ReLU, since outputs are standardised depth of either sign and start near zero.
 
-    Fused maps have `channels` channels; maps before fusion have 3/8, 3/4, 3/2 and 3 times as many.
+    Fused maps have `channels` channels; maps before fusion have 3/8, 3/4, 3/2 and 3 times as many. Without
+    dense.class_token, the head is MultiMAE's.
     """
 
-    def __init__(self, width: int, outputs: int, after: tuple[int, ...], channels: int = DPT_WIDTH) -> None:
+    multimae = WeightNames(
+        *(
+            Pair(f"neck.{ours}.*", f"{theirs}.*")
+            for level in range(4)
+            for ours, theirs in (
+                (f"reassemble_stage.layers.{level}.projection", f"act_{level + 1}_postprocess.0"),
+                (f"reassemble_stage.layers.{level}.resize", f"act_{level + 1}_postprocess.1"),
+                (f"convs.{level}", f"scratch.layer{level + 1}_rn"),
+                # Fusions are numbered from coarse to fine here.
+                (f"fusion_stage.layers.{3 - level}.projection", f"scratch.refinenet{level + 1}.out_conv"),
+                (
+                    f"fusion_stage.layers.{3 - level}.residual_layer*.convolution*",
+                    f"scratch.refinenet{level + 1}.resConfUnit*.conv*",
+                ),
+            )
+        ),
+        Pair("decoder.head.*", "head.*"),
+    )
+
+    def __init__(self, width: int, outputs: int, after: tuple[int, ...], dense: DenseConfig) -> None:
         super().__init__()
         from transformers import DPTConfig
         from transformers.models.dpt.modeling_dpt import DPTDepthEstimationHead, DPTNeck
 
         if outputs != 1:
             raise ValueError(f"{outputs} outputs: the DPT head predicts depth; 1 is allowed")
-        self.after = after
+        self.after, channels = after, dense.width or DPT_WIDTH
         settings = DPTConfig(
             hidden_size=width,
             is_hybrid=False,
             neck_hidden_sizes=[channels * eighths // 8 for eighths in (3, 6, 12, 24)],
             fusion_hidden_size=channels,
-            readout_type="project",
+            readout_type="project" if dense.class_token else "ignore",
         )
         self.neck = DPTNeck(settings)
         self.neck.fusion_stage.layers[0].residual_layer1 = nn.Identity()
@@ -197,26 +228,30 @@ AUXILIARY_LEVEL = 2
 
 class UperNetHead(DenseHead):
     """Transformers' UPerNet on tokens of four blocks, rescaled to 4, 2, 1 and 1/2 times the patch grid by transposed
-    convolutions and pooling (Bao et al. 2022, He et al.). Batch norms are replaced by `group_norm`. `auxiliary` adds a
-    small second head on the third map."""
+    convolutions and pooling (Bao et al. 2022, He et al.). With dense.auxiliary_weight, a small second head reads the
+    third map. dense.norm replaces torch's batch norms."""
 
-    def __init__(
-        self, width: int, outputs: int, after: tuple[int, ...], channels: int = UPERNET_WIDTH, *, auxiliary: bool
-    ) -> None:
+    def __init__(self, width: int, outputs: int, after: tuple[int, ...], dense: DenseConfig) -> None:
         super().__init__()
         from transformers import UperNetConfig
         from transformers.models.upernet.modeling_upernet import UperNetFCNHead
         from transformers.models.upernet.modeling_upernet import UperNetHead as LibraryHead
 
         self.after = after
+        norm = BatchNorm if dense.norm == "batch" else group_norm
+        channels = dense.width or UPERNET_WIDTH
         settings = UperNetConfig(
             hidden_size=channels, num_labels=outputs, auxiliary_channels=AUXILIARY_WIDTH, auxiliary_num_convs=1
         )
         widths = [width] * len(after)
-        self.pyramid = Pyramid(width)
+        self.pyramid = Pyramid(width, norm)
         self.decoder = LibraryHead(settings, widths)
-        self.auxiliary = UperNetFCNHead(settings, widths, in_index=AUXILIARY_LEVEL) if auxiliary else None
-        without_batch_norms(self)
+        self.auxiliary = UperNetFCNHead(settings, widths, in_index=AUXILIARY_LEVEL) if dense.auxiliary_weight else None
+        replace_batch_norms(self, norm)
+        for head in filter(None, (self.decoder, self.auxiliary)):
+            head.classifier.register_forward_pre_hook(
+                lambda layer, maps: F.dropout2d(maps[0], dense.dropout, layer.training)
+            )
         self.outputs = ("decoder.classifier", "auxiliary.classifier")
 
     def forward(self, tokens: list[Tensor]) -> list[Tensor]:
@@ -229,11 +264,11 @@ class UperNetHead(DenseHead):
 class Pyramid(nn.Module):
     """Rescales four maps of D = `width` channels to four resolutions."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, norm: Callable[[int], nn.Module]) -> None:
         super().__init__()
         self.levels = nn.ModuleList(
             [
-                nn.Sequential(_double_side(width), group_norm(width), nn.GELU(), _double_side(width)),
+                nn.Sequential(_double_side(width), norm(width), nn.GELU(), _double_side(width)),
                 _double_side(width),
                 nn.Identity(),
                 nn.MaxPool2d(2),
@@ -255,12 +290,26 @@ def build_head(config: DenseTaskConfig, shape: EncoderShape, outputs: int) -> De
     if dense.head == "linear":
         return LinearHead(shape.width, outputs)
     if dense.head == "convnext":
-        return ConvNextHead(shape.width, outputs, dense.width or CONVNEXT_WIDTH)
+        last = (shape.blocks - 1,) if dense.raw_tokens else ()
+        return ConvNextHead(shape.width, outputs, last, dense.width or CONVNEXT_WIDTH)
     after = tuple(dense.after) or quarters(shape.blocks)
     if dense.head == "upernet":
-        auxiliary = dense.auxiliary_weight > 0
-        return UperNetHead(shape.width, outputs, after, dense.width or UPERNET_WIDTH, auxiliary=auxiliary)
-    return DptHead(shape.width, outputs, after, dense.width or DPT_WIDTH)
+        return UperNetHead(shape.width, outputs, after, dense)
+    return DptHead(shape.width, outputs, after, dense)
+
+
+UNUSED_BY_MULTIMAE = ("act_postprocess.", "scratch.layer_rn.", "scratch.refinenet4.resConfUnit1.")
+"""Tensors of MultiMAE's DPT head that are second names, or that no forward pass uses."""
+
+
+def load_multimae_head(head: DenseHead, state: Mapping[str, Tensor], task: str) -> None:
+    """Set a head's weights to those of a model that MultiMAE's code has fine-tuned for `task`, depth or semseg. Raises
+    ValueError: the names or shapes in the model's `state` are not those of this head."""
+    assert head.multimae is not None, "checked with the settings"
+    prefix = f"output_adapters.{task}."
+    unused = tuple(prefix + name for name in UNUSED_BY_MULTIMAE)
+    names = [name for name in state if name.startswith(prefix) and not name.startswith(unused)]
+    head.multimae.import_weights(head, {name.removeprefix(prefix): state[name] for name in names})
 
 
 class PixelModel(OnImageEncoder):
@@ -268,7 +317,7 @@ class PixelModel(OnImageEncoder):
 
     def __init__(self, config: DenseTaskConfig, outputs: int) -> None:
         super().__init__()
-        self.encoder = ImageEncoder(config)
+        self.encoder = ImageEncoder(config, biased=config.dense.position_bias)
         initialise_vision(self, seed=config.training.seed, std=config.model.initializer_range)
         self.head = build_head(config, self.encoder.shape, outputs)
         initialise_head(self.head, seed=config.training.seed)

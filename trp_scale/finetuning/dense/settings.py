@@ -18,6 +18,15 @@ WIDTH_UNIT = 8
 
 LEVELS = 4
 
+HEAD_SETTINGS = (
+    ("auxiliary_weight", 0.0, "upernet"),
+    ("norm", "group", "upernet"),
+    ("dropout", 0.0, "upernet"),
+    ("class_token", True, "dpt"),
+    ("raw_tokens", False, "convnext"),
+)
+"""Settings of a single head: name, value for the other heads, head."""
+
 
 @dataclass(kw_only=True)
 class DenseConfig(Section):
@@ -33,6 +42,24 @@ class DenseConfig(Section):
     reads 3 5 7 11 of 12."""
     auxiliary_weight: float = setting(0.0, at_least=0)
     """upernet: loss weight of a small second head on the third of these blocks (MMSegmentation: 0.4); 0 = none."""
+    norm: Literal["group", "batch"] = "group"
+    """upernet: group norms, or batch norms over all ranks (MMSegmentation). Batch norms need one micro-batch per rank
+    and step. Their running statistics are those of the weights, also when averaged weights predict."""
+    dropout: float = setting(0.0, at_least=0, below=1)
+    """upernet: share of channels to drop before the last layer of both heads (MMSegmentation: 0.1)."""
+    class_token: bool = True
+    """dpt: mix the class token into each patch token before the neck, as in DPT; MultiMAE's head does not."""
+    raw_tokens: bool = False
+    """convnext: read the last block's tokens without the encoder's norm, as MultiMAE's head."""
+    weights: str = ""
+    """File of a model that MultiMAE's code has fine-tuned for this task: its head's weights are the initial ones.
+    Needs --dense.head dpt --dense.class_token False, or --dense.head convnext --dense.raw_tokens True."""
+    position_bias: bool = False
+    """Give each block of the encoder a learned bias of attention by head and offset of two patches, zero at the start
+    (BEiT; MMSegmentation's MAE)."""
+    distortion: bool = False
+    """Change brightness, contrast, saturation and hue of training images at random, as MMSegmentation's photometric
+    distortion."""
     min_scale: float = 0.1
     """Large-scale jitter (Ghiasi et al. 2021): smallest image size as a share of crops.size."""
     max_scale: float = 2.0
@@ -55,10 +82,13 @@ class DenseConfig(Section):
             )
         if self.width % WIDTH_UNIT:
             yield f"--dense.width is {self.width}, allowed: 0 (the head's default) or multiples of {WIDTH_UNIT}"
-        if self.auxiliary_weight > 0 and self.head != "upernet":
+        for name, default, head in HEAD_SETTINGS:
+            if (value := getattr(self, name)) != default and self.head != head:
+                yield f"--dense.{name} is {value}, allowed: {default} with --dense.head {self.head}, others with {head}"
+        if self.weights and not ((self.head == "dpt" and not self.class_token) or self.raw_tokens):
             yield (
-                f"--dense.auxiliary_weight is {self.auxiliary_weight}, allowed: 0 with --dense.head {self.head}, more "
-                "with upernet"
+                f"--dense.weights is {self.weights}, allowed with --dense.head dpt --dense.class_token False, or with "
+                "--dense.head convnext --dense.raw_tokens True"
             )
         if self.head == "upernet" and size < 2 * patch_size:
             yield (

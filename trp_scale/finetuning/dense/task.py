@@ -13,8 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from trp_scale.checkpoint.initial_weights import read_given_weights, reading
 from trp_scale.config import RefusedError
 from trp_scale.core.batch import Batch, TaskLosses
+from trp_scale.core.hooks import Hook
+from trp_scale.core.run import RunContext
 from trp_scale.data.images.dataset import ImageDataset, agree_images, open_image_dataset
 from trp_scale.data.images.formats import Map, write_png
 from trp_scale.data.images.maps import map_formats, stored_maps
@@ -25,10 +28,11 @@ from trp_scale.distributed.environment import Environment
 from trp_scale.distributed.groups import Group, on_rank_zero
 from trp_scale.errors import DataError
 from trp_scale.finetuning.dense.batch import DenseData, DenseMaps, SegmentationMaps
-from trp_scale.finetuning.dense.model import PixelModel
+from trp_scale.finetuning.dense.model import PixelModel, load_multimae_head
 from trp_scale.finetuning.dense.settings import DenseTaskConfig, SegmentationTaskConfig
 from trp_scale.finetuning.measurement import image_names, unique_names
 from trp_scale.finetuning.task import ImageTask, TaskObjective, image_step_flops, open_task_sources
+from trp_scale.models.batch_norm import RunningStatistics
 from trp_scale.models.patches import Pixels
 from trp_scale.pretraining.modalities.semseg import VOID
 from trp_scale.reporting.results import CONSTANT
@@ -153,7 +157,14 @@ class DenseTask(ImageTask[DenseRun]):
     def model(self) -> nn.Module:
         model = PixelModel(self.config, self._outputs)
         self.take_encoder(model)
+        if path := self.config.dense.weights:
+            source = read_given_weights(path, "--dense.weights")
+            with reading(source.where):
+                load_multimae_head(model.head, source.tensors, self.maps.name)
         return model
+
+    def hooks(self, run: RunContext) -> list[Hook]:
+        return [RunningStatistics(run)] if self.config.dense.norm == "batch" else []
 
     @cached_property
     def step_flops(self) -> float:

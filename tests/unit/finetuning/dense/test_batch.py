@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from tests.unit.data.images.stored import photograph
 from trp_scale.config import RefusedError
 from trp_scale.core.batch import Batch
+from trp_scale.data.images.crops import GREY
 from trp_scale.data.images.dataset import DecodedSample, ImageMeta
 from trp_scale.data.mixture import parse_paths
 from trp_scale.data.plan import Addresses, HeldOutPlan
@@ -126,6 +127,19 @@ def test_a_training_row_is_the_same_in_every_batch(image_dataset: Path) -> None:
     for name in ("images", "semseg"):
         assert torch.equal(together[name][4], alone[name][0])
     assert len(together["semseg"].unique()) > 2
+
+
+def test_distortion_changes_images_alone_and_neither_padding_nor_place(image_dataset: Path) -> None:
+    config, data = open_data(image_dataset, SegmentationMaps, min_scale=0.5, max_scale=0.9)
+    where = addresses(data, config, image_dataset, 12)
+    plain = JitteredBatchBuilder(config, data).build(where, 0)
+    config.dense.distortion = True
+    distorted = JitteredBatchBuilder(config, data).build(where, 0)
+    assert torch.equal(plain["semseg"], distorted["semseg"])
+    changed = (plain["images"] != distorted["images"]).any(1)  # [R, S, S]
+    padding = (plain["images"] == GREY).all(1) & (plain["semseg"] == VOID)
+    assert padding.flatten(1).any(1).all() and not (changed & padding).any()
+    assert 6 <= changed.flatten(1).any(1).sum() <= 12, "some rows draw no change"
 
 
 @pytest.mark.parametrize(("height", "width"), [(24, 24), (30, 71), (200, 40), (13, 17)])

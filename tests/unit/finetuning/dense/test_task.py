@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import shutil
@@ -16,6 +17,7 @@ from sklearn.metrics import confusion_matrix, jaccard_score, recall_score
 
 from tests.grids import always
 from tests.runs import lines
+from tests.unit.finetuning.dense.test_model import convnext_state, dpt_state, published
 from trp_scale.api import shard_images
 from trp_scale.checkpoint.format import read_full_state
 from trp_scale.checkpoint.run_directory import checkpoint_path
@@ -27,7 +29,7 @@ from trp_scale.distributed.groups import ALONE
 from trp_scale.finetuning.arguments import parse_finetune
 from trp_scale.finetuning.dense.depth import DepthTask
 from trp_scale.finetuning.dense.settings import DepthTaskConfig
-from trp_scale.finetuning.dense.task import ConfusionMatrix, segmentation_metrics
+from trp_scale.finetuning.dense.task import ConfusionMatrix, SegmentationTask, segmentation_metrics
 from trp_scale.reporting.results import read_results
 
 SMALL: dict[str, Any] = {
@@ -116,7 +118,13 @@ def test_a_stopped_run_goes_on_to_the_same_weights(image_dataset: Path, tmp_path
     ("kind", "changes", "message"),
     [
         ("segmentation", {"dense__head": "dpt"}, "--dense.head is dpt, allowed for segmentation"),
-        ("segmentation", {"dense__auxiliary_weight": 0.4}, "--dense.auxiliary_weight is 0.4, allowed: 0 with"),
+        ("segmentation", {"dense__auxiliary_weight": 0.4}, "--dense.auxiliary_weight is 0.4, allowed: 0.0 with"),
+        ("segmentation", {"dense__norm": "batch"}, "--dense.norm is batch, allowed: group with"),
+        ("segmentation", {"dense__dropout": 0.1}, "--dense.dropout is 0.1, allowed: 0.0 with"),
+        ("segmentation", {"dense__class_token": False}, "--dense.class_token is False, allowed: True with"),
+        ("depth", {"dense__raw_tokens": True}, "--dense.raw_tokens is True, allowed: False with"),
+        ("segmentation", {"dense__weights": "head.pth"}, "--dense.weights is head.pth, allowed with"),
+        ("depth", {"dense__weights": "head.pth"}, "--dense.weights is head.pth, allowed with"),
         ("segmentation", {"dense__max_scale": 0.2}, "--dense.min_scale is 0.5 and --dense.max_scale 0.2"),
         ("segmentation", {"dense__head": "upernet", "crops__size": 8}, "--crops.size is 8, allowed with --dense.head"),
         ("segmentation", {"dense__after": 5}, "--dense.after is 5, allowed: 4 blocks"),
@@ -186,6 +194,59 @@ def test_depth_is_standardised_by_training_maps_alone(image_dataset: Path, tmp_p
     assert 10 < len(maps) < 90
     assert config.dense.depth_mean == pytest.approx(float(maps[maps > 0].mean()), rel=1e-9)
     assert config.dense.depth_deviation == pytest.approx(float(maps[maps > 0].std(correction=0)), rel=1e-9)
+
+
+def test_a_head_that_multimae_s_code_has_trained_is_the_initial_one(image_dataset: Path, tmp_path: Path) -> None:
+    """A file as that code writes it: weights beside the arguments of the script. Another number of classes is
+    refused."""
+    where: Any = SimpleNamespace(data=ALONE, device=torch.device("cpu"), cpus=1)
+    for kind, task_class, changes, state in (
+        ("depth", DepthTask, {"head": "dpt", "class_token": False, "width": 32}, dpt_state(32, 32)),
+        ("segmentation", SegmentationTask, {"raw_tokens": True, "width": 16}, convnext_state(32, 16, 10)),
+    ):
+        file = tmp_path / f"{kind}.pth"
+        task_name = "depth" if kind == "depth" else "semseg"
+        torch.save({"model": published(state, task_name), "args": argparse.Namespace(epochs=2)}, file)
+        named = {f"dense__{name}": value for name, value in (changes | {"weights": file}).items()}
+        config = parse_finetune(flags(kind, image_dataset, tmp_path / "run", **named)).config
+        head = task_class(config, where).model().head  # type: ignore[arg-type]
+        ours, theirs = (
+            ("neck.convs.3.weight", "scratch.layer4_rn.weight")
+            if kind == "depth"
+            else ("blocks.3.mlp.fc1.weight", "blocks.3.pwconv1.weight")
+        )
+        assert torch.equal(head.state_dict()[ours], state[theirs].float())
+    torch.save(published(convnext_state(32, 16, 9), "semseg"), file)
+    with pytest.raises(RefusedError, match=rf"--dense.weights {file}.*classifier"):
+        SegmentationTask(config, where).model()  # type: ignore[arg-type]
+
+
+def test_a_run_with_batch_norms_is_resumed_and_measured_again_with_their_statistics(
+    image_dataset: Path, tmp_path: Path
+) -> None:
+    changes: dict[str, Any] = {
+        "dense__head": "upernet",
+        "dense__norm": "batch",
+        "dense__dropout": 0.1,
+        "dense__position_bias": True,
+        "dense__distortion": True,
+        "downstream__epochs": 0,
+        "training__steps": 4,
+        "checkpoint__every": 2,
+    }
+    for name in ("whole", "stopped"):
+        assert cli.main(["finetune", *flags("segmentation", image_dataset, tmp_path / name, **changes)]) == 0
+    whole, stopped = (tmp_path / name / "segmentation" / "seed_0" for name in ("whole", "stopped"))
+    (stopped / "result.json").unlink()
+    shutil.rmtree(checkpoint_path(stopped, 4))
+    assert cli.main(["finetune", *flags("segmentation", image_dataset, tmp_path / "stopped", **changes)]) == 0
+    weights, again = (read_full_state(checkpoint_path(run, 4)) for run in (whole, stopped))
+    assert weights.keys() == again.keys() and all(torch.equal(weights[name], again[name]) for name in weights)
+    assert metrics_of(tmp_path / "whole") == metrics_of(tmp_path / "stopped")
+    assert cli.main(["evaluate", "--run", str(tmp_path / "whole"), "--output", str(tmp_path / "again")]) == 0
+    assert metrics_of(tmp_path / "again") == metrics_of(tmp_path / "whole")
+    split = {**changes, "batch__micro_size": 4}
+    assert cli.main(["finetune", *flags("segmentation", image_dataset, tmp_path / "split", **split)]) == 2
 
 
 def test_camvid_is_segmented_better_than_by_its_most_frequent_class(tmp_path: Path) -> None:
