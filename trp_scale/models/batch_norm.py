@@ -78,8 +78,7 @@ class RunningStatistics(Hook):
 
     def after_step(self, ctx: StepContext) -> None:
         for norm in self._norms.values():
-            updated = norm.running.lerp(norm.present.to(norm.running), MOMENTUM)
-            norm.running.copy_(ctx.commit(updated, norm.running))
+            norm.running.copy_(ctx.commit(norm.running.lerp(norm.present.to(norm.running), MOMENTUM), norm.running))
 
     def state_dict(self) -> dict[str, Any]:
         return {name: norm.running.cpu().clone() for name, norm in self._norms.items()}

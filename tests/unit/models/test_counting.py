@@ -48,7 +48,7 @@ TERAFLOPS = {
     "classification_mm_mae_in1k": 107.91,
     "classification_mm_mae_in_s50": 107.91,
     "classification_tiny": 0.016545,
-    "depth_nyuv2_vit_b": 592.73,
+    "depth_nyuv2_vit_b": 577.89,
     "depth_tiny": 0.043285,
     "glue": 1.9968,
     "glue_tiny": 0.038138,

@@ -27,8 +27,7 @@ LOWEST, HIGHEST = (-32.0, 0.5, 0.5, -18.0), (32.0, 1.5, 1.5, 18.0)
 def draw_distortions(states: Words) -> npt.NDArray[np.float64]:
     """Draw from the states [R] of rows (`plan.row_states`) their distortions [R, 5]: the four values of NONE, and 1 if
     contrast comes last, else 0."""
-    words = mix(mix(states ^ _DISTORTION)[:, None] ^ np.arange(9, dtype=np.uint64))
-    shares = uniform(words)  # [R, 9]
+    shares = uniform(mix(mix(states ^ _DISTORTION)[:, None] ^ np.arange(9, dtype=np.uint64)))  # [R, 9]
     values = np.add(LOWEST, np.subtract(HIGHEST, LOWEST) * shares[:, :4])
     values[:, 3] = np.floor(values[:, 3])
     values = np.where(shares[:, 4:8] < 0.5, values, NONE)

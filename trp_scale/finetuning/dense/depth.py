@@ -56,8 +56,7 @@ class DepthTask(DenseTask[DepthTaskConfig]):
         self.objective = DepthObjective(self.space, dense.threshold)
 
     def hooks(self, run: RunContext) -> list[Hook]:
-        largest = [LargestError(self.objective)] if self.config.dense.threshold == "batch" else []
-        return [*super().hooks(run), *largest]
+        return super().hooks(run) + ([LargestError(self.objective)] if self.config.dense.threshold == "batch" else [])
 
     def derive_settings(self, data: DenseData, measured: DenseData) -> int:
         maps, dense = data.maps, self.config.dense

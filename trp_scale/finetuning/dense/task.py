@@ -137,6 +137,11 @@ class DenseTask(ImageTask[DenseRun]):
             ),
         )
 
+    @classmethod
+    def measure_on(cls, config: DenseRun, checkpoint: Path, data: str, images: str) -> None:
+        super().measure_on(config, checkpoint, data, images)
+        config.dense.weights = ""
+
     @abstractmethod
     def derive_settings(self, data: DenseData, measured: DenseData) -> int:
         """Set the settings that follow from training and measured data; returns C, the model's output channels.

@@ -216,6 +216,11 @@ def test_a_head_that_multimae_s_code_has_trained_is_the_initial_one(image_datase
             else ("blocks.3.mlp.fc1.weight", "blocks.3.pwconv1.weight")
         )
         assert torch.equal(head.state_dict()[ours], state[theirs].float())
+    short = {**named, "downstream__epochs": 0, "training__steps": 1}
+    assert cli.main(["finetune", *flags("segmentation", image_dataset, tmp_path / "run", **short)]) == 0
+    file.unlink()
+    assert cli.main(["evaluate", "--run", str(tmp_path / "run"), "--output", str(tmp_path / "again")]) == 0
+    assert metrics_of(tmp_path / "run") == metrics_of(tmp_path / "again"), "the file is needed no more"
     torch.save(published(convnext_state(32, 16, 9), "semseg"), file)
     with pytest.raises(RefusedError, match=rf"--dense.weights {file}.*classifier"):
         SegmentationTask(config, where).model()  # type: ignore[arg-type]
