@@ -92,7 +92,7 @@ TERAFLOPS = {
 8 N d^2 (query, key, value, output) + 4 N d i (6 N d i if gated) + 4 N^2 d (all scores, and their sum over values; in a
 window of w on each side 4 ((w + 1)^2 + (N - w - 1) (2 w + 1)) d), the last layer at the positions that are read; times
 3. Pre-training on 8 ranks; GLUE at its longest rows; 40 classes of pixels."""
-NOT_COUNTED = {"detection_coco_vit_b", "detection_tiny", "detection_voc2007_vit_b"}
+NOT_COUNTED = {"detection_coco_mae_vit_b", "detection_coco_vit_b", "detection_tiny", "detection_voc2007_vit_b"}
 
 
 def recipe_flops(name: str) -> float:
