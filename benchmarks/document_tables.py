@@ -83,20 +83,18 @@ def learns_masks(config: Any) -> bool:
     return bool(config.multilevel.kind != "none" or config.objective.uniformity > 0)
 
 
+def first_cells(name: str) -> Row:
+    return [Cell(text=name, code=True), summary(name), data(name)]
+
+
 def planned_row(name: str, gpu: str) -> Row:
     """A recipe of pre-training with the fastest layout that fits."""
     config = load_recipe(name)
     config.data.path = "(none)"
     counted = Counted(config, DataFacts(length=LENGTHS.get(name, 0)))
     plan = best_on(counted, GPUS[gpu], (RANKS,))[RANKS]
-    row: Row = [
-        Cell(text=name, code=True),
-        summary(name),
-        data(name),
-        f"{counted.parameters / 1e6:,.0f} M",
-        f"{config.batch.global_size:,} x {counted.outline.positions:,}",
-        f"{config.training.steps:,}",
-    ]
+    size = f"{config.batch.global_size:,} x {counted.outline.positions:,}"
+    row = [*first_cells(name), f"{counted.parameters / 1e6:,.0f} M", size, f"{config.training.steps:,}"]
     if isinstance(plan, RefusedError):
         return [*row, str(plan).partition(":")[0], "", ""]
     hours = plan.gpu_hours / RANKS
@@ -108,7 +106,7 @@ def fine_tuning_row(name: str) -> Row:
     config = load_recipe(name)
     assert isinstance(config, FinetuneConfig), "not of pre-training"
     length = f"{epochs:g} epochs" if (epochs := config.downstream.epochs) else f"{config.training.steps:,} steps"
-    return [Cell(text=name, code=True), summary(name), data(name), f"{config.batch.global_size:,}", length]
+    return [*first_cells(name), f"{config.batch.global_size:,}", length]
 
 
 def table(head: Sequence[str], rows: Sequence[Row]) -> str:
@@ -124,7 +122,7 @@ def recipe_tables(gpu: str) -> Iterator[str]:
         yield from (f"### {heading}", "", table(HEAD, rows), "")
     tuned = [name for name in known_recipes() if name not in pre_training]
     yield from ("### Fine-tuning", "", table(FINE_TUNING, [fine_tuning_row(name) for name in tuned]), "")
-    tiny = [[Cell(text=name, code=True), summary(name), data(name)] for name in pre_training if name.endswith("_tiny")]
+    tiny = [first_cells(name) for name in pre_training if name.endswith("_tiny")]
     yield from ("### For trying things out", "", table(("recipe", "what it is", "data"), tiny), "")
 
 

@@ -180,9 +180,7 @@ ON_FSDP = ("minimax", "bf16 weights", "adpe_tiny separate")
     always(
         [*(("ddp", case) for case in TWO_RANKS), *(("fsdp", case) for case in ON_FSDP)],
         ("ddp", "minimax, two micro-batches"),
-        ("ddp", "bf16 gradients"),
         ("ddp", "adpe_tiny separate"),
-        ("fsdp", "minimax"),
         ("fsdp", "bf16 weights"),
     ),
 )

@@ -460,7 +460,8 @@ def test_a_probe_an_export_and_a_plan_have_what_the_commands_print(
     assert exported.checkpoint.parent.parent == pretrained.path
     assert sum(parameter.numel() for parameter in eval(exported.call).parameters()) > 0
     capsys.readouterr()
-    planned = trp.plan("mae_vit_b", gpus=16, gpu="h100", predict="16,64")
-    assert cli.main(["plan", "--recipe", "mae_vit_b", "--gpus", "16", "--gpu", "h100", "--predict", "16,64"]) == 0
+    planned = trp.plan("mae_tiny", gpus=2, gpu="h100", engine="ddp", predict="2,4")
+    words = ["--recipe", "mae_tiny", "--gpus", "2", "--gpu", "h100", "--engine", "ddp", "--predict", "2,4"]
+    assert cli.main(["plan", *words]) == 0
     assert capsys.readouterr().out.split() == str(planned).split()
-    assert planned.best.fits and planned.best.days > 0 and list(planned.curve) == [16, 64]
+    assert planned.best.fits and planned.best.days > 0 and list(planned.curve) == [2, 4]

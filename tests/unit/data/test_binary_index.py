@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.grids import always
 from tests.unit.data import loaded, stored
 from tests.unit.data.images import stored as images
 from trp_scale.cli.main import main
@@ -76,7 +77,7 @@ def test_text_is_the_same_with_it(text: Path) -> None:
     assert plain.digest() == mapped.digest()
 
 
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("workers", always([0, 1], 0))
 def test_global_batches_of_text_are_the_same_with_it(text: Path, workers: int) -> None:
     config = stored.config_for(text, data={"workers": workers})
     plain = loaded.steps(config, world=2, count=3)

@@ -132,7 +132,8 @@ def test_images_are_sharded_without_those_that_end_what_decodes_them(tmp_path: P
 @pytest.mark.parametrize("starts", always([True, False], False), ids=["while processes start", "while they work"])
 def test_ctrl_c_is_one_line_and_leaves_no_process(starts: bool, tmp_path: Path) -> None:
     """A terminal sends SIGINT to all processes."""
-    words = ["shard-images", "--embedded", "--count", "20000", "--size", "64", "--processes", "2", "--output"]
+    words = ["shard-images", "--embedded", "--count", "20000", "--size", "64", "--processes", "2"]
+    words += ["--samples_per_shard", "64", "--output"]
     process = subprocess.Popen(
         [sys.executable, "-m", "trp_scale", *words, str(tmp_path / "scenes")],
         env=environment(),
