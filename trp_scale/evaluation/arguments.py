@@ -198,7 +198,7 @@ def _differences_from_mae(arguments: ProbeArguments) -> Iterator[str]:
         ("centre_share", arguments.centre_share, 0.875),
     ):
         if value != allowed:
-            yield f"--{flag} is {value}; allowed with --protocol mae: {allowed}; leave out one of the two flags"
+            yield f"--{flag} is {value}; allowed with --protocol mae: {allowed}"
 
 
 def _problems(arguments: ProbeArguments) -> list[str]:
