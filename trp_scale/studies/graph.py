@@ -5,7 +5,6 @@ finished: tuned values and the steps of equal time come from other runs.
     tuning/VARIANT/VALUE                 a short run with one value of the tuned setting
     runs/VARIANT/seed_S                  a pre-training run; VARIANT@time trains for the baseline's time
     judged/JUDGE/...                     results of a judge on the run of the same path
-    judge_tuning/JUDGE/VARIANT/VALUE     a judge with one value of its tuned setting, on the run of seed 0
 """
 
 from __future__ import annotations
@@ -72,7 +71,7 @@ class Graph:
             for name in self.variants:
                 run = Node(name=f"runs/{name}/seed_{seed}", needs=needs[name])
                 yield run
-                yield from self._judge_nodes(run, name, seed)
+                yield from self._judge_nodes(run)
         if "time" in self.scale.budgets:
             steps = tuple(
                 f"runs/{name}/seed_{seed}" for name in self.trained_variants() for seed in range(self.scale.seeds)
@@ -82,24 +81,15 @@ class Graph:
                     if name != self.study.baseline:
                         run = Node(name=f"runs/{name}{TIME}/seed_{seed}", needs=steps)
                         yield run
-                        yield from self._judge_nodes(run, name, seed)
+                        yield from self._judge_nodes(run)
 
     def trained_variants(self) -> list[str]:
         return [name for name, variant in self.variants.items() if variant.trained]
 
-    def _judge_nodes(self, run: Node, variant: str, seed: int) -> Iterator[Node]:
+    def _judge_nodes(self, run: Node) -> Iterator[Node]:
         for name, judge in sorted(self.scale.judges.items(), key=lambda item: bool(item[1].of)):
             before = (f"judged/{judge.of}/{run.name}",) if judge.of else ()
-            tries: list[Node] = []
-            if judge.tuning is not None:
-                first = f"runs/{variant}/seed_0"
-                tries = [
-                    Node(name=f"judge_tuning/{name}/{variant}/{value:g}", needs=(first,))
-                    for value in judge.tuning.values
-                ]
-                if seed == 0 and TIME not in run.name:
-                    yield from tries
-            yield Node(name=f"judged/{name}/{run.name}", needs=(run.name, *before, *(node.name for node in tries)))
+            yield Node(name=f"judged/{name}/{run.name}", needs=(run.name, *before))
 
     def _tries(self, variant: str, data: tuple[str, ...]) -> Iterator[Node]:
         tuning = self.scale.tuning
@@ -128,22 +118,13 @@ class Graph:
             return self._pretrain(node, rest[0], TUNING_SEED, tried)
         name = rest[0]
         judge = self.scale.judges[name]
-        if kind == "judge_tuning":
-            assert judge.tuning is not None
-            tried = {**judge.tuning.flags, judge.tuning.setting: float(rest[2])}
-            return self._judge(node, judge, f"runs/{rest[1]}/seed_0", TUNING_SEED, 1, tried)
         run = "/".join(rest[1:])
         if run.startswith("tuning/"):
             return self._judge(node, judge, run, TUNING_SEED * SEEDS_APART, 1, judge.validation)
         variant, seed = rest[2], int(rest[3].removeprefix("seed_"))
         if TIME in variant and self.steps_of_time(variant.removesuffix(TIME)) is None:
             return []
-        tuned: Flags = {}
-        if judge.tuning is not None:
-            tuned[judge.tuning.setting] = self.choose_value(
-                judge.tuning, f"judge_tuning/{name}/{variant.removesuffix(TIME)}"
-            )
-        return self._judge(node, judge, run, seed * SEEDS_APART, judge.seeds, tuned)
+        return self._judge(node, judge, run, seed * SEEDS_APART, judge.seeds)
 
     def _run(self, node: str, named: str, seed: int) -> list[str]:
         name = named.removesuffix(TIME)
@@ -170,8 +151,10 @@ class Graph:
         recipe = str(flags.pop("recipe", self.scale.recipe))
         return ["pretrain", "--recipe", recipe, "--run_dir", str(self.path(node)), *to_arguments(flags)]
 
-    def _judge(self, node: str, judge: Judge, run: str, seed: int, seeds: int, changes: Flags) -> list[str]:
-        flags = self._fill({**judge.flags, **changes}, node)
+    def _judge(
+        self, node: str, judge: Judge, run: str, seed: int, seeds: int, changes: Flags | None = None
+    ) -> list[str]:
+        flags = self._fill({**judge.flags, **(changes or {})}, node)
         output, of = str(self.path(node)), str(self.path(run))
         if judge.command == "evaluate":
             measured = str(self.path(f"judged/{judge.of}/{run}")) if judge.of else of

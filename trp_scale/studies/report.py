@@ -18,7 +18,6 @@ from trp_scale.storage.files import write_json, write_text
 from trp_scale.studies.execute import NodeState, find_blocked, read_states, sum_states
 from trp_scale.studies.graph import SAME_STEPS, TIME, TUNING_SEED, Graph
 from trp_scale.studies.outcome import ALL, JudgeRow, Outcome, describe_outcome, read_outcome, verdict
-from trp_scale.studies.study import Tuning
 from trp_scale.training.metrics import RunHistory, read_history
 
 
@@ -217,7 +216,7 @@ def _settings_table(graph: Graph, states: Mapping[str, NodeState | None], comman
         (f"judge {name}", f"{judge.command} {_flags(judge.flags)}; {judge.seeds} seeds a run")
         for name, judge in scale.judges.items()
     ]
-    rows += _tuning_rows(graph)
+    rows.append(_tuning_row(graph))
     rows.append(("runs", f"{sums['finished']} of {sums['nodes']} finished, {sums['failed']} failed"))
     rows.append(("hours", f"{sums['hours']:.2f} of commands, {sums['processor_hours']:.2f} of processors"))
     rows += [
@@ -230,35 +229,21 @@ def _settings_table(graph: Graph, states: Mapping[str, NodeState | None], comman
     return Table(title="How it was run", head=["what", "how"], rows=rows)
 
 
-def _tuning_rows(graph: Graph) -> Iterator[tuple[str, str]]:
-    tuning = graph.scale.tuning
+def _tuning_row(graph: Graph) -> tuple[str, str]:
+    """Return what was tuned, and the chosen value of each variant; a dash before all values are judged."""
+    tuning, texts = graph.scale.tuning, []
     if tuning is None:
-        yield "tuning of runs", "none"
-    else:
-        under = {name: f"judged/{tuning.judge}/tuning/{name}" for name in graph.trained_variants()}
-        yield (
-            f"{tuning.setting} of runs",
-            f"from {tuning.tried} by {tuning.row} of {tuning.judge} on validation rows, seed {TUNING_SEED}, with "
-            f"{_flags(tuning.flags)}: {_chosen_values(graph, tuning, under)}",
-        )
-    for name, judge in graph.scale.judges.items():
-        if judge.tuning is not None:
-            under = {variant: f"judge_tuning/{name}/{variant}" for variant in graph.variants}
-            yield (
-                f"{judge.tuning.setting} of {name}",
-                f"from {judge.tuning.tried} on the run of seed 0, with {_flags(judge.tuning.flags)}: "
-                f"{_chosen_values(graph, judge.tuning, under)}",
-            )
-
-
-def _chosen_values(graph: Graph, tuning: Tuning, under: Mapping[str, str]) -> str:
-    """Return the chosen value of each variant; a dash before all values are judged."""
-    texts = []
-    for name, directory in under.items():
+        return "tuning of runs", "none"
+    for name in graph.trained_variants():
+        directory = f"judged/{tuning.judge}/tuning/{name}"
         judged = all((graph.path(f"{directory}/{value:g}") / RESULTS_FILE).is_file() for value in tuning.values)
         value = f"{graph.choose_value(tuning, directory):g}" if judged else "-"
         texts.append(f"{graph.variants[name].title} {value}")
-    return ", ".join(texts)
+    return (
+        f"{tuning.setting} of runs",
+        f"from {tuning.tried} by {tuning.row} of {tuning.judge} on validation rows, seed {TUNING_SEED}, with "
+        f"{_flags(tuning.flags)}: {', '.join(texts)}",
+    )
 
 
 def _figures(graph: Graph, outcome: Outcome) -> dict[str, object]:

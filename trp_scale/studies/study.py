@@ -91,8 +91,6 @@ class Judge:
         of its first seed.
         left_out: tasks that average and worst exclude: too few rows, or missing in some variants.
         seeds: judging seeds per run.
-        tuning: of one of its flags, on the run of the first seed; its `flags` must select rows other than the test
-            rows.
         validation: flags that select rows other than the test rows, to tune runs.
     """
 
@@ -101,7 +99,6 @@ class Judge:
     of: str = ""
     left_out: list[str] = field(default_factory=list)
     seeds: Positive = 1
-    tuning: Tuning | None = None
     validation: Flags = field(default_factory=dict)
 
 
@@ -239,8 +236,6 @@ def _problems_of_judges(scale: Scale, where: str) -> Iterator[str]:
             yield f"{where}.{name}.of is {judge.of!r}, allowed: none; a probe reads the pre-trained encoder"
         elif judge.command == "finetune" and judge.of and "downstream.task" not in first[judge.of].flags:
             yield f"{where}.{judge.of}.flags have no downstream.task, which names the directory that {name} starts from"
-        if judge.of and judge.tuning is not None:
-            yield f"{where}.{name}.tuning is set; allowed: only without `of`, which is {judge.of!r}"
         if judge.of and scale.tuning is not None and scale.tuning.judge == name:
             yield f"{where}.{name} tunes a setting of the runs; allowed: a judge without `of`"
 

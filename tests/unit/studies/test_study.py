@@ -50,8 +50,8 @@ def commands(graph: Graph) -> Iterator[tuple[str, list[str]]]:
         kind, *rest = node.split("/")
         if TIME in node or (kind == "runs" and (rest[1] != "seed_0" or scale.tuning is not None)):
             continue
-        if kind in ("judged", "judge_tuning"):
-            if rest[0] in judged or (kind == "judged" and scale.judges[rest[0]].tuning is not None):
+        if kind == "judged":
+            if rest[0] in judged:
                 continue
             judged.add(rest[0])
         yield node, graph.command_arguments(node)
