@@ -19,9 +19,8 @@ from trp_scale.config import RefusedError
 from trp_scale.config.images import CropConfig
 from trp_scale.core.batch import Batch
 from trp_scale.data.hashing import Integers
-from trp_scale.data.images.crops import GREY, Jitter, pick_centres
+from trp_scale.data.images.crops import GREY, Jitter, distort, draw_distortions, pick_centres
 from trp_scale.data.images.dataset import DecodedSample, ImageDataset, ImageMeta, RowReader
-from trp_scale.data.images.distortion import distort, draw_distortions
 from trp_scale.data.plan import Addresses, row_states
 from trp_scale.data.sources import Rows
 from trp_scale.finetuning.dense.settings import DenseConfig, DenseTaskConfig, DepthConfig, SegmentationConfig

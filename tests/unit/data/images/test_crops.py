@@ -3,6 +3,9 @@ large-scale jitter: its sizes, that a map stays on its image, and that a row's d
 
 from __future__ import annotations
 
+import colorsys
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -13,7 +16,16 @@ from tests.grids import always
 from tests.unit.data.images.stored import photograph
 from trp_scale.config.images import CropsConfig
 from trp_scale.data.hashing import mix
-from trp_scale.data.images.crops import Cropper, Crops, Jitter, Jitters, crop_words, draw_boxes
+from trp_scale.data.images.crops import (
+    Cropper,
+    Crops,
+    Jitter,
+    Jitters,
+    crop_words,
+    distort,
+    draw_boxes,
+    draw_distortions,
+)
 from trp_scale.pretraining.modalities.semseg import VOID
 
 STATES = mix(np.arange(20_000, dtype=np.uint64))
@@ -225,3 +237,44 @@ def test_a_row_draws_the_same_in_any_batch_and_another_in_another_epoch() -> Non
     later = by.draw(states(8, epoch=1), sizes)
     changed = (later.boxes != together.boxes).any(axis=1) | (later.shown != together.shown).any(axis=1)
     assert changed.all()
+
+
+def pixel_of(pixel: tuple[int, ...], distortion: np.ndarray) -> list[float]:
+    """MMSegmentation's order by the standard library: brightness, contrast or not, saturation, hue, contrast."""
+    brightness, contrast, saturation, hue, last = distortion.tolist()
+    values = [min(255.0, max(0.0, value + brightness)) for value in pixel]
+    if not last:
+        values = [min(255.0, value * contrast) for value in values]
+    h, s, v = colorsys.rgb_to_hsv(*(value / 255 for value in values))
+    values = [255 * value for value in colorsys.hsv_to_rgb((h + 2 * hue / 360) % 1, min(1.0, s * saturation), v)]
+    if last:
+        values = [min(255.0, value * contrast) for value in values]
+    return values
+
+
+@pytest.mark.parametrize("row", range(40))
+def test_pixels_are_those_of_colorsys(row: int) -> None:
+    colours = list(itertools.product((0, 3, 100, 128, 251, 255), repeat=3))
+    image = torch.tensor(colours, dtype=torch.uint8).T.reshape(3, 12, 18)
+    distortion = draw_distortions(STATES[:40])[row]
+    expected = torch.tensor([pixel_of(colour, distortion) for colour in colours], dtype=torch.float64).T.reshape(
+        3, 12, 18
+    )
+    found = distort(image, distortion)
+    assert (found - expected).abs().max() <= 0.5 + 1e-3, "rounded to the nearest byte"
+
+
+def test_draws_are_mmsegmentation_s() -> None:
+    draws = draw_distortions(STATES[:4000])
+    changed = draws != (0.0, 1.0, 1.0, 0.0, 0.0)
+    assert np.abs(changed.mean(0) - (0.5, 0.5, 0.5, 0.5 * 35 / 36, 0.5)).max() < 0.03
+    assert np.abs(np.corrcoef(changed.T) - np.eye(5)).max() < 0.06, "drawn independently"
+    for column, (low, high) in enumerate(((-32, 32), (0.5, 1.5), (0.5, 1.5))):
+        values = np.sort(draws[changed[:, column], column])
+        expected = low + (high - low) * (np.arange(len(values)) + 0.5) / len(values)
+        assert np.abs(values - expected).max() < 0.05 * (high - low), "uniform"
+    assert set(draws[:, 3]) == set(range(-18, 18))
+
+
+def test_a_row_draws_the_same_in_any_batch() -> None:
+    assert np.array_equal(draw_distortions(STATES[:40])[7], draw_distortions(STATES[7:8])[0])
