@@ -1,4 +1,4 @@
-"""`make setup`: only a finished installation counts as one. A stand-in for Python plays venv and pip."""
+"""`make setup`: only a finished installation counts as one. A stand-in for Python plays venv, pip and uv."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 STAND_IN = """#!/bin/sh
-# Plays python -c, python -m venv DIR and python -m pip install, noting each; pip fails while the file `broken` exists.
+# Plays python -c, venv, pip and uv, noting each; TOOL fails while the file `broken_TOOL` exists.
 case "$1 $2" in
     -c*) exec "$REAL_PYTHON" "$@" ;;
     "-m venv") echo venv >> calls; mkdir -p "$3/bin"; cp "$0" "$3/bin/python" ;;
-    "-m pip") echo pip >> calls; echo "$*" > last_pip; touch .venv/half_a_package; if [ -e broken ]; then exit 1; fi ;;
+    -m*) echo "$2" >> calls; echo "$*" > last; touch .venv/half_a_package; if [ -e "broken_$2" ]; then exit 1; fi ;;
 esac
 """
 
@@ -52,19 +52,25 @@ def calls(project: Path) -> list[str]:
 def test_a_finished_installation_is_not_repeated(project: Path) -> None:
     for _ in range(2):
         assert setup(project).returncode == 0
-    assert calls(project) == ["venv", "pip"]
+    assert calls(project) == ["venv", "pip", "uv"]
+
+
+def test_pip_installs_what_uv_cannot(project: Path) -> None:
+    (project / "broken_uv").touch()
+    assert setup(project).returncode == 0
+    assert calls(project) == ["venv", "pip", "uv", "pip"] and " -e .[" in (project / "last").read_text()
 
 
 def test_an_unfinished_one_starts_again_from_nothing(project: Path) -> None:
-    (project / "broken").touch()
+    (project / "broken_pip").touch()
     assert setup(project).returncode != 0
     assert not (project / ".venv" / ".installed").exists()
     (project / ".venv" / "left_over").touch()
-    (project / "broken").unlink()
+    (project / "broken_pip").unlink()
     result = setup(project)
     assert result.returncode == 0
     assert not (project / ".venv" / "left_over").exists()
-    assert calls(project) == ["venv", "pip"] * 2
+    assert calls(project) == ["venv", "pip", "venv", "pip", "uv"]
 
 
 @pytest.mark.parametrize(
@@ -76,8 +82,8 @@ def test_without_a_gpu_torch_comes_from_where_it_has_no_cuda(
     settings = (f"PYTHON={project / 'python'}", "DEVICE=cpu", "TORCH_CPU=https://an.index/cpu", *given)
     command = ["make", "--dry-run", "setup", *settings]
     shown = subprocess.run(command, cwd=project, capture_output=True, text=True, timeout=60, check=True).stdout
-    first, second = (line for line in shown.splitlines() if " -m pip install " in line)
-    assert first.strip().endswith(f" -c constraints.txt --index-url https://an.index/cpu {wanted}")
+    first, second = (line for line in shown.splitlines() if " -m uv pip install " in line)
+    assert first.rstrip().endswith(f" -c constraints.txt --index-url https://an.index/cpu {wanted}")
     assert "--index-url" not in second and " -e '.[" in second
 
 
@@ -87,18 +93,18 @@ def test_new_pins_are_installed(project: Path, changed: str) -> None:
     stamp = (project / ".venv" / ".installed").stat().st_mtime
     os.utime(project / changed, (stamp + 10, stamp + 10))
     assert setup(project).returncode == 0
-    assert calls(project) == ["venv", "pip"] * 2
+    assert calls(project) == ["venv", "pip", "uv"] * 2
 
 
 def test_extras_that_are_not_there_are_added(project: Path) -> None:
     assert setup(project, "EXTRAS=vision,pictures").returncode == 0
     for given in ([], ["EXTRAS=pictures"], ["EXTRAS=pictures,vision"]):
         assert setup(project, *given).returncode == 0
-        assert calls(project) == ["venv", "pip"], given
+        assert calls(project) == ["venv", "pip", "uv"], given
     assert setup(project, "EXTRAS=vision,text").returncode == 0
-    assert calls(project) == ["venv", "pip"] * 2 and "-e .[vision,text]" in (project / "last_pip").read_text()
+    assert calls(project) == ["venv", "pip", "uv"] * 2 and "-e .[vision,text]" in (project / "last").read_text()
     assert setup(project, "EXTRAS=text,pictures").returncode == 0
-    assert calls(project) == ["venv", "pip"] * 2
+    assert calls(project) == ["venv", "pip", "uv"] * 2
 
 
 def test_an_old_python_is_refused(project: Path) -> None:

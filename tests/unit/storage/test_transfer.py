@@ -81,15 +81,15 @@ def test_a_library_that_does_not_come_back_is_left_alone(monkeypatch: pytest.Mon
 
 
 def test_an_end_to_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRP_SCALE_REMOTE_SECONDS", "0.5")
+    monkeypatch.setenv("TRP_SCALE_REMOTE_SECONDS", "2")
     (tmp_path / "tar").write_bytes(CONTENT)
     with faulty_server(directory(tmp_path)) as (url, faults):
         faults.of["tar"] = ["503"] * 1000
         began = time.monotonic()
-        with pytest.raises(RemoteError, match=r"(?s)/tar: .* 0.5 s, .*\d+ requests, .*503.*TRP_SCALE_REMOTE_SECONDS"):
+        with pytest.raises(RemoteError, match=r"(?s)/tar: .* 2 s, .*\d+ requests, .*503.*TRP_SCALE_REMOTE_SECONDS"):
             Remote(url).read("tar")
-        assert time.monotonic() - began < 3
-    with pytest.raises(RemoteError, match=r" 0.5 s"):
+        assert time.monotonic() - began < 6
+    with pytest.raises(RemoteError, match=r" 2 s"):
         Remote(url).read("tar")  # nobody listens there now
 
 
@@ -139,25 +139,26 @@ def test_no_permission_is_asked_for_once_and_says_what_to_set(status: str, tmp_p
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_a_body_that_does_not_end_is_not_taken(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_body_that_does_not_end_is_not_taken(packed: bool) -> None:
     """14 MB of gzip took 4 GB, and a body without an end what there was."""
-    monkeypatch.setenv(transfer.SECONDS, "0.5")
     content = bytes(64 << 20)
     if packed:  # such pieces as arrive together unpack to some MB
         content = gzip.compress(random.Random(1).randbytes(1 << 20) * 64)
     answer = Answer(200, {"Content-Encoding": "gzip"} if packed else {}, content)
     with faulty_server(lambda *_: answer) as (url, _):
-        remote = Remote(url)
+        remote = Remote(url).once()
         for read in (
             lambda: remote.read("dataset.json", 1000),
             lambda: remote.read_range("x.tar", 5000, 6000, 1 << 40),
             lambda: remote.read_range("x.tar", 0, 500, 1000),
         ):
             tracemalloc.start()
-            with pytest.raises(RemoteError, match="1000 bytes"):
-                read()
-            _, peak = tracemalloc.get_traced_memory()
-            tracemalloc.stop()
+            try:
+                with pytest.raises(RemoteError, match="1000 bytes"):
+                    read()
+                _, peak = tracemalloc.get_traced_memory()
+            finally:
+                tracemalloc.stop()
             assert peak < 16 << 20
 
 
