@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 from collections.abc import Iterator, Sequence
@@ -20,7 +21,7 @@ import pytest
 
 from tests.fixtures import small_image_dataset, small_text_dataset
 from tests.ranks import Ranks
-from tests.young_objects import look_through_young_objects
+from tests.young_objects import look_through_young_objects, set_old_objects_aside
 from trp_scale.distributed import stop
 
 # No example may fail for being slow: the machine decides that, not the code.
@@ -60,12 +61,23 @@ def four_ranks() -> Iterator[Ranks]:
     RANKS["four_ranks"].close()
 
 
+def pytest_unconfigure() -> None:
+    """At the interpreter's end all objects go, those that were set aside too."""
+    gc.unfreeze()
+
+
 def pytest_runtest_teardown(item: pytest.Function, nextitem: pytest.Function | None) -> None:
     """Ranks end before a file that does not ask for them: idle ones would take a part of a core from it."""
     if nextitem is not None and nextitem.path != item.path:
         for name, ranks in RANKS.items():
             if name not in nextitem.fixturenames:
                 ranks.close()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def old_objects_aside() -> None:
+    """Of each file anew: what earlier files have imported is old, too."""
+    set_old_objects_aside()
 
 
 @pytest.fixture(autouse=True)

@@ -18,6 +18,14 @@ def look_through_young_objects() -> None:
     """From now on in this process."""
     from trp_scale.training import loop
 
-    names = ("freeze", "unfreeze", "get_freeze_count", "enable", "disable", "isenabled")
-    kept = {name: getattr(gc, name) for name in names}
-    loop.gc = SimpleNamespace(collect=lambda: gc.collect(YOUNG), **kept)  # type: ignore[assignment, attr-defined]
+    kept = {name: getattr(gc, name) for name in ("enable", "disable", "isenabled")}
+    loop.gc = SimpleNamespace(  # type: ignore[assignment, attr-defined]
+        collect=lambda: gc.collect(YOUNG), freeze=lambda: None, unfreeze=lambda: None, **kept
+    )
+
+
+def set_old_objects_aside() -> None:
+    """Full collections from now on leave out what is there now: all of pytest, torch and the tests, which takes more
+    than two seconds each time. A run would put it back."""
+    gc.collect()
+    gc.freeze()

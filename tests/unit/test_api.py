@@ -454,7 +454,9 @@ def test_runs_of_pretraining_are_compared_by_their_final_figures(
 def test_a_probe_an_export_and_a_plan_have_what_the_commands_print(
     pretrained: trp.Run, image_dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    probed = trp.probe(pretrained, data=image_dataset, method="knn", cache=tmp_path, run_dir=tmp_path / "probed")
+    probed = trp.probe(
+        pretrained, data=image_dataset, method="knn", workers=0, cache=tmp_path, run_dir=tmp_path / "probed"
+    )
     assert list(probed.scores.values()) == [read_results(probed.path).tasks[0].mean]
     exported = trp.export(pretrained, tmp_path / "exported", to="timm", image_size=32)
     assert exported.checkpoint.parent.parent == pretrained.path

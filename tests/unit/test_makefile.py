@@ -41,7 +41,7 @@ def setup(project: Path, *given: str) -> subprocess.CompletedProcess[str]:
         env={"PATH": os.environ["PATH"], "REAL_PYTHON": sys.executable},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
     )
 
 
@@ -81,7 +81,7 @@ def test_without_a_gpu_torch_comes_from_where_it_has_no_cuda(
 ) -> None:
     settings = (f"PYTHON={project / 'python'}", "DEVICE=cpu", "TORCH_CPU=https://an.index/cpu", *given)
     command = ["make", "--dry-run", "setup", *settings]
-    shown = subprocess.run(command, cwd=project, capture_output=True, text=True, timeout=60, check=True).stdout
+    shown = subprocess.run(command, cwd=project, capture_output=True, text=True, timeout=240, check=True).stdout
     first, second = (line for line in shown.splitlines() if " -m uv pip install " in line)
     assert first.rstrip().endswith(f" -c constraints.txt --index-url https://an.index/cpu {wanted}")
     assert "--index-url" not in second and " -e '.[" in second
@@ -135,7 +135,7 @@ def test_pretraining_takes_a_free_port_unless_one_is_given(project: Path) -> Non
         words = ["make", "-n", "pretrain", f"PYTHON={project / 'python'}", *given]
         environment = {"PATH": os.environ["PATH"], "REAL_PYTHON": sys.executable}
         shown = subprocess.run(
-            words, cwd=project, env=environment, capture_output=True, text=True, timeout=60, check=True
+            words, cwd=project, env=environment, capture_output=True, text=True, timeout=240, check=True
         )
         return int(re.findall(r"--master_port (\d+)", shown.stdout)[-1])
 

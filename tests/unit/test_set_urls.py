@@ -29,7 +29,7 @@ def copy(tmp_path: Path) -> Path:
 
 def set_urls(copy: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, copy / ".ci/set_urls.py", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
 
 
 def texts(copy: Path) -> dict[str, str]:

@@ -131,7 +131,7 @@ class Exchange:
 
     def __init__(self, world: int) -> None:
         self.values: list[Any] = [None] * world
-        self.meeting = threading.Barrier(world, timeout=20)
+        self.meeting = threading.Barrier(world, timeout=120)
 
 
 @dataclass(frozen=True)

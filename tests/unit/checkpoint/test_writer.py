@@ -53,7 +53,7 @@ def made(run_dir: Path, group: Group = ALONE, **settings: Any) -> tuple[Checkpoi
     return CheckpointWriter(run_dir=run_dir, group=group, settings=CheckpointConfig(**settings), tell=said.append), said
 
 
-def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+def until(condition: Callable[[], bool], seconds: float = 120.0) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it takes too long"
@@ -76,7 +76,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     original = writer_module.write_part
 
     def waits(*arguments: Any) -> Any:
-        assert opened.wait(20)
+        assert opened.wait(120)
         return original(*arguments)
 
     monkeypatch.setattr(writer_module, "write_part", waits)
@@ -116,7 +116,7 @@ def test_it_has_its_name_once_all_ranks_have_written(tmp_path: Path, monkeypatch
     original = writer_module.write_part
 
     def write(temporary: Path, rank: int, *rest: Any) -> Any:
-        assert rank == 0 or slow.wait(20)
+        assert rank == 0 or slow.wait(120)
         return original(temporary, rank, *rest)
 
     monkeypatch.setattr(writer_module, "write_part", write)

@@ -46,7 +46,7 @@ def torchrun(programs: Path, *argv: str, **variables: str) -> subprocess.Complet
         env=environ(programs, **variables),
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=120,
         check=False,
     )
 
@@ -95,7 +95,7 @@ def acts(programs: Path) -> list[str]:
 
 
 def test_slurm_starts_one_step_and_passes_its_status_on(programs: Path) -> None:
-    assert batch(programs, "exit 3").wait(timeout=30) == 3
+    assert batch(programs, "exit 3").wait(timeout=120) == 3
     (call,) = acts(programs)
     assert call.startswith("srun --kill-on-bad-exit=1 --cpus-per-task=4 --cpu-bind=cores python -u launch/pretrain.py")
     assert call.endswith("--resume auto --run_dir runs/slurm-77 --recipe pos_bert_base")
@@ -117,11 +117,11 @@ def test_slurm_requeues_after_the_run_has_stopped_well(
     # The step ends only when it is told to, a moment later, as a run that writes its checkpoint does.
     told = programs.parent / "told"
     process = batch(programs, f'while [[ ! -e "{told}" ]]; do sleep 0.05; done; sleep 0.3; exit {status}', job)
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while not calls(programs) and time.monotonic() < deadline:
         time.sleep(0.05)
     process.send_signal(number)
-    assert process.wait(timeout=30) == status
+    assert process.wait(timeout=120) == status
     ended = ["scontrol requeue 77"] if requeued else []
     assert acts(programs)[1:] == ["scancel --signal=TERM 77.0", *ended]
 
@@ -132,7 +132,7 @@ def test_slurm_requeues_after_the_run_has_stopped_well(
 def test_a_run_that_ends_by_itself_is_requeued_only_where_preemption_told_it(
     programs: Path, preempted: str, requeued: bool
 ) -> None:
-    assert batch(programs, "exit 0", f"JobState=RUNNING PreemptTime={preempted}").wait(timeout=30) == 0
+    assert batch(programs, "exit 0", f"JobState=RUNNING PreemptTime={preempted}").wait(timeout=120) == 0
     assert acts(programs)[1:] == (["scontrol requeue 77"] if requeued else [])
 
 
@@ -140,13 +140,13 @@ def test_jobs_of_an_array_make_a_run_each_and_speak_of_themselves_alone(programs
     """The array's last job has the array's number, 77."""
     preempted = "JobState=RUNNING PreemptTime=2026-01-02T09:00:00"
     place = {"SLURM_ARRAY_JOB_ID": "77", "SLURM_ARRAY_TASK_ID": "3"}
-    assert batch(programs, "exit 0", preempted, script="finetune.sbatch", **place).wait(timeout=30) == 0
+    assert batch(programs, "exit 0", preempted, script="finetune.sbatch", **place).wait(timeout=120) == 0
     assert acts(programs)[0].endswith("python -u launch/finetune.py --only 3 --recipe pos_bert_base")
     assert {call.split()[-1] for call in calls(programs)[1:]} == {"77_3"}
 
 
 def test_the_job_that_joins_an_array_makes_all_runs(programs: Path) -> None:
-    assert batch(programs, "exit 0", script="finetune.sbatch").wait(timeout=30) == 0
+    assert batch(programs, "exit 0", script="finetune.sbatch").wait(timeout=120) == 0
     assert acts(programs)[0].endswith("python -u launch/finetune.py --recipe pos_bert_base")
 
 

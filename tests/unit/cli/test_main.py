@@ -40,7 +40,7 @@ def launched(script: str, *argv: str, directory: Path = ROOT) -> subprocess.Comp
     """A script as a process of its own, somewhere else than in the checkout."""
     command = [sys.executable, str(ROOT / script), *argv]
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run(command, cwd=directory, env=environ, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, cwd=directory, env=environ, capture_output=True, text=True, timeout=240, check=False)
 
 
 def test_no_command_and_help_list_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
@@ -112,7 +112,7 @@ def test_a_reader_that_goes_ends_nothing_that_is_made(command: str, text_dataset
     process.stdout.close()
     said = process.stderr.read().decode()
     process.stderr.close()
-    assert process.wait(timeout=60) == ExitStatus.DONE
+    assert process.wait(timeout=240) == ExitStatus.DONE
     assert "Traceback" not in said
     assert command == "inspect" or (tmp_path / "out" / "dataset.json").is_file()
 
@@ -229,7 +229,7 @@ def test_nothing_heavy_is_imported_for_help() -> None:
         f"        print(name, *(heavy for heavy in {HEAVY!r} if heavy in sys.modules))\n"
     )
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-W", "error", "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=240, check=False
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [name for name in COMMANDS for _ in range(2)]
@@ -339,7 +339,9 @@ def test_what_is_for_rendered_scenes_is_refused_with_images(
 def test_a_command_needs_no_open_stream(closed: str, tmp_path: Path) -> None:
     made = tmp_path / "settings"
     command = f"{sys.executable} -m trp_scale recipes pos_bert_tiny {closed}; echo $? > {made}"
-    subprocess.run(["bash", "-c", command], cwd=ROOT, env=dict(os.environ), timeout=60, check=True, capture_output=True)
+    subprocess.run(
+        ["bash", "-c", command], cwd=ROOT, env=dict(os.environ), timeout=240, check=True, capture_output=True
+    )
     assert made.read_text() == "0\n"
 
 

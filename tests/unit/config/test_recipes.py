@@ -9,6 +9,7 @@ import pytest
 
 import trp_scale as trp
 from tests.extending import forgetting
+from tests.grids import always
 from tests.unit.config import resolved as fixture
 from trp_scale.cli import main as cli
 from trp_scale.cli.training import recipes
@@ -113,7 +114,7 @@ def test_a_wrong_setting_is_told_of_the_file_it_stands_in(tmp_path: Path, mine: 
     assert f"{tmp_path / 'base.yaml'} has 1 wrong setting(s)" in refusal(path)
 
 
-@pytest.mark.parametrize("name", known_recipes())
+@pytest.mark.parametrize("name", always(known_recipes(), "adpe_vit_l", "glue", "mlo_mae_tiny", "pos_modern_tiny"))
 def test_a_resolved_recipe_is_a_recipe_of_the_same_settings(name: str, tmp_path: Path) -> None:
     path = write(tmp_path, again="\n".join(resolve_recipe(RECIPES / f"{name}.yaml")))
     assert load_recipe(path) == load_recipe(name)

@@ -56,8 +56,8 @@ def stored_members(config: Config, rows: int, count: int) -> Iterator[tuple[str,
         shard.write_bytes(whole)
 
 
-def main(images: str, text: str, count: int) -> None:
-    """Print a list of [what, outcome]."""
+def outcomes(images: str, text: str, count: int) -> list[tuple[str, str]]:
+    """(mode and member, outcome) of every flip, with and without checksums."""
     found: list[tuple[str, str]] = []
     for verify in (False, True):
         mode = "verify" if verify else "plain"
@@ -65,8 +65,8 @@ def main(images: str, text: str, count: int) -> None:
             config.data.verify = verify
             rows = open_sources(config, rank=0, world=1).train.rows
             found += [(f"{mode} {suffix}", what) for suffix, what in stored_members(config, rows, count)]
-    json.dump(found, sys.stdout)
+    return found
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]))
+    json.dump(outcomes(sys.argv[1], sys.argv[2], int(sys.argv[3])), sys.stdout)

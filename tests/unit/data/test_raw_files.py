@@ -131,7 +131,7 @@ def test_it_is_said_before_anything_heavy_is_imported(argv: list[str], tmp_path:
         "print(status, sorted({'torch', 'timm', 'transformers'} & {*sys.modules}))\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=240, check=True
     )
     assert done.stdout == "2 []\n"
     assert done.stderr.startswith(f"error: --data.path {tmp_path}: ") and done.stderr.count("\n") == 1

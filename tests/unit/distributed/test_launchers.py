@@ -213,6 +213,6 @@ os.wait()
 print(os.path.isdir(util.get_temp_dir()), flush=True)
 exit_process(0)
 """
-    shown = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    shown = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=240, check=True)
     made, is_there = shown.stdout.split()
     assert is_there == "True" and made.startswith(str(tmp_path)) and not list(tmp_path.iterdir())

@@ -59,18 +59,18 @@ def test_a_removed_run_directory_ends_the_run(tmp_path: Path) -> None:
 
     with quick(run_dir, lost=end):
         shutil.rmtree(run_dir)
-        assert ended.wait(10)
+        assert ended.wait(60)
     assert str(run_dir) in messages[0]
 
 
 def test_a_process_that_is_gone_holds_nothing(tmp_path: Path) -> None:
     entered = f"Lease(Path({str(tmp_path)!r})).__enter__()"
     code = f"import os; from trp_scale.distributed.liveness import *; {entered}; os._exit(9)"
-    subprocess.run([sys.executable, "-c", code], env=environment(), check=False, timeout=60)
+    subprocess.run([sys.executable, "-c", code], env=environment(), check=False, timeout=240)
     assert lease_holder(tmp_path)["gone"]
     began = time.monotonic()
     with Lease(tmp_path):
-        assert time.monotonic() - began < 5, "its host knows that it is gone: nobody waits for signs of life"
+        assert time.monotonic() - began < 30, "its host knows that it is gone: nobody waits for signs of life"
         assert lease_holder(tmp_path)["process"] == os.getpid()
 
 
@@ -118,7 +118,7 @@ def test_who_was_taken_over_is_told(tmp_path: Path) -> None:
     told: list[str] = []
     with quick(tmp_path, lost=told.append):
         of_another_host(tmp_path)
-        until = time.monotonic() + 10
+        until = time.monotonic() + 60
         while not told and time.monotonic() < until:
             time.sleep(0.05)
     assert "process 12 on node7 has taken over this directory" in told[0]
@@ -184,7 +184,7 @@ def test_without_a_sign_of_life_it_writes_what_the_rank_does_and_ends(tmp_path: 
     ended = Ended()
     with watched(tmp_path / "now", ended, limit=0.3, world=2) as watchdog:
         watchdog.step(7)
-        assert ended.done.wait(10)
+        assert ended.done.wait(60)
     assert ended.statuses == [ExitStatus.HUNG]
     ((step, why),) = ended.words
     assert step == 7
@@ -198,11 +198,11 @@ def test_without_a_sign_of_life_it_writes_what_the_rank_does_and_ends(tmp_path: 
 
 def test_signs_of_life_keep_it_quiet_and_nothing_is_written(tmp_path: Path) -> None:
     ended = Ended()
-    with watched(tmp_path / "now", ended, limit=0.4) as watchdog:
+    with watched(tmp_path / "now", ended, limit=1.5) as watchdog:
         for step in range(1, 9):
             watchdog.step(step)
             watchdog.beat("a validation")
-            time.sleep(0.1)
+            time.sleep(0.25)
     assert ended.statuses == []
     assert not (tmp_path / "now").exists()
 
@@ -233,7 +233,7 @@ def test_after_a_request_to_stop_a_step_must_end_soon(tmp_path: Path, monkeypatc
     ended, asked = Ended(), time.monotonic()
     with watched(tmp_path / "now", ended, limit=600.0, stop_request_time=lambda: asked) as watchdog:
         watchdog.step(3)
-        assert ended.done.wait(10)
+        assert ended.done.wait(60)
     assert "no step has ended within 0 s" in ended.words[0][1]
 
 

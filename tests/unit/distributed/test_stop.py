@@ -127,18 +127,19 @@ def said_by(code: str, *signals: signal.Signals, apart: float = 0.0) -> tuple[in
     for count, number in enumerate(signals):
         time.sleep(apart * bool(count))
         process.send_signal(number)
-    output = process.communicate(timeout=60)[0]
+    output = process.communicate(timeout=240)[0]
     return process.returncode, output
 
 
 EARLY = """
 import sys, time
 import trp_scale.cli.main as cli
-from trp_scale.distributed.stop import (NOTICES, STOP_SIGNALS, StopRequests, listen_early)
+from trp_scale.distributed.stop import (NOTICES, STOP_SIGNALS, StopRequests, early_signal, listen_early)
 
 def imports(argv):
     print("ready", flush=True)
-    time.sleep(0.4)
+    while early_signal() is None:
+        time.sleep(0.02)
     with StopRequests() as stop:
         print(stop.reason_to_stop())
     return 0

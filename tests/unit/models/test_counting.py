@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from tests.grids import always
 from tests.runs import flags
 from tests.settings import changed
 from tests.unit.finetuning.dense.test_model import CASES, build_model, images
@@ -111,7 +112,15 @@ def test_every_recipe_is_in_the_table() -> None:
     assert set(TERAFLOPS) | NOT_COUNTED == {path.stem for path in RECIPES.glob("*.yaml")}
 
 
-@pytest.mark.parametrize("name", TERAFLOPS)
+KINDS = (
+    *("adpe_tiny", "bert_base", "blo_mae_cifar", "classification_tiny", "depth_tiny", "glue_tiny", "mae_plus_vit_b"),
+    *("mae_vit_b", "mlo_mae_tiny", "mm_mae_tiny", "pos_bert_base_4k", "pos_modern_tiny", "segmentation_tiny"),
+    *("mae_plus_rpe_vit_b", "u_mae_cifar"),
+)
+"""Recipes that others are like."""
+
+
+@pytest.mark.parametrize("name", always(TERAFLOPS, *KINDS))
 def test_step_flops_of_recipes_equal_closed_forms(name: str) -> None:
     assert recipe_flops(name) == pytest.approx(TERAFLOPS[name] * 1e12, rel=1e-3)
 

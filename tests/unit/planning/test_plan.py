@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.grids import always
 from tests.unit.planning.small import H100, fsdp_on, of_four_heads
 from trp_scale.config.loader import load_recipe, to_dict
 from trp_scale.errors import RefusedError
@@ -127,7 +128,7 @@ LARGER = {
 steps and the optimizer."""
 
 
-@pytest.mark.parametrize("name", LARGER)
+@pytest.mark.parametrize("name", always(LARGER, "pos_bert_1b", "mm_mae_vit_l"))
 def test_a_larger_recipe_has_the_size_of_its_name(name: str) -> None:
     blocks, base, others = LARGER[name]
     config, smaller = load_recipe(name), load_recipe(base)

@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -132,6 +131,5 @@ def test_ctrl_c_ends_it_well(run: Path) -> None:
         with urllib.request.urlopen(address, timeout=30) as answer:
             assert "up to step 3." in answer.read().decode()
         process.send_signal(signal.SIGINT)
-        began = time.monotonic()
-        assert process.wait(timeout=20) == 0, process.stderr.read()
-        assert time.monotonic() - began < 20 and process.stderr.read() == ""
+        assert process.wait(timeout=60) == 0, process.stderr.read()
+        assert process.stderr.read() == ""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import io
 import pickle
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from tests.fixtures import small_image_dataset, small_text_dataset
+from tests.fixtures import small_image_dataset
 from tests.unit.data.images.multimodal import DESCRIBED, SECOND, nine_beside, rewrite_maps, samples
 from tests.unit.data.images.source_images import stored
 from tests.unit.sharding.test_verify import SIZE, replace_sample
@@ -20,13 +21,8 @@ from trp_scale.errors import DataError
 from trp_scale.sharding.display import contact_sheet, is_image_shard, row_texts, stored_images
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return small_text_dataset(tmp_path_factory.mktemp("inspect") / "data", characters=30_000, shard_bytes=15_000)
-
-
-def test_rows_are_shown_as_text(text: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    shard = text / "shards" / "text-000000.tar"
+def test_rows_are_shown_as_text(text_dataset: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shard = text_dataset / "shards" / "text-000000.tar"
     key = read_index(shard).blocks[1].key
     shown = list(row_texts(shard, 3, key))
     assert [name for name, _ in shown] == [f"{key} row {row}" for row in range(3)]
@@ -37,20 +33,15 @@ def test_rows_are_shown_as_text(text: Path, capsys: pytest.CaptureFixture[str]) 
     assert shown[0][1].plain.split()[:3] == printed.split(f"{key} row 0")[1].split("\n")[1].split()[:3]
 
 
-def test_rows_that_are_not_there_are_refused(text: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rows_that_are_not_there_are_refused(text_dataset: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["inspect", "nowhere/shards/a.tar"]) == 2
     assert "nowhere/shards/a.tar: no such file or directory" in capsys.readouterr().err
-    assert cli.main(["inspect", str(text / "shards" / "text-000000.tar"), "--block", "text-000000-99999"]) == 2
+    assert cli.main(["inspect", str(text_dataset / "shards" / "text-000000.tar"), "--block", "text-000000-99999"]) == 2
     assert "no block" in capsys.readouterr().err
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return small_image_dataset(tmp_path_factory.mktemp("verify") / "data", count=40, samples_per_shard=20)
-
-
-def test_a_contact_sheet_holds_every_image_and_its_maps(whole: Path) -> None:
-    shown = list(stored_images(whole / "shards" / "image-000000.tar", 4))
+def test_a_contact_sheet_holds_every_image_and_its_maps(image_dataset: Path) -> None:
+    shown = list(stored_images(image_dataset / "shards" / "image-000000.tar", 4))
     sheet = np.asarray(contact_sheet(shown, side=SIZE + 2)).astype(int)
     wanted = np.asarray(Image.open(io.BytesIO(shown[2].members["jpg"]))).astype(int)
     tiles = np.lib.stride_tricks.sliding_window_view(sheet, wanted.shape)[:, :, 0]
@@ -91,7 +82,8 @@ def test_a_sharding_that_has_failed_or_was_stopped_is_said_to_be(
         assert said in printed.err and "noun" not in printed.out, "it was taken for text"
 
 
-def test_an_unlisted_member_is_not_shown(copy: Path) -> None:
+def test_an_unlisted_member_is_not_shown(image_dataset: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(image_dataset, tmp_path / "data"))
     shard = copy / "shards" / "image-000000.tar"
     members = stored(copy)[read_index(shard).blocks[0].key]
     replace_sample(shard, 0, {**members, "pickle": pickle.dumps(None)})

@@ -18,16 +18,16 @@ from trp_scale.sharding.images.settings import ShardImagesConfig
 from trp_scale.sharding.verify import merge
 
 
-def test_text_in_parts_in_any_order_is_the_same_data_set(text: Path, tmp_path: Path) -> None:
+def test_text_in_parts_in_any_order_is_the_same_data_set(text_dataset: Path, tmp_path: Path) -> None:
     output = tmp_path / "data"
     for index in (2, 0, 1):
-        text_part(text, output, index)
+        text_part(text_dataset, output, index)
         assert not (output / "dataset.json").exists()
     merge(output)
-    assert content(output) == content(text)
+    assert content(output) == content(text_dataset)
     merge(output)
-    text_part(text, output, 1)  # of a finished data set nothing is left to do
-    assert content(output) == content(text)
+    text_part(text_dataset, output, 1)  # of a finished data set nothing is left to do
+    assert content(output) == content(text_dataset)
 
 
 def test_skipped_images_are_counted_once_however_many_parts_there_are(tmp_path: Path) -> None:
@@ -50,9 +50,9 @@ def test_skipped_images_are_counted_once_however_many_parts_there_are(tmp_path: 
     assert sum(read_json(tmp_path / "parts" / "dataset.json")["skipped"].values()) == 4
 
 
-def test_a_killed_part_is_run_again(text: Path, tmp_path: Path) -> None:
+def test_a_killed_part_is_run_again(text_dataset: Path, tmp_path: Path) -> None:
     output = tmp_path / "data"
-    command = [*text_command(text, output), "--shard_index", "0", "--num_shards", "2"]
+    command = [*text_command(text_dataset, output), "--shard_index", "0", "--num_shards", "2"]
     running = subprocess.Popen(
         command,
         cwd=ROOT,
@@ -68,13 +68,13 @@ def test_a_killed_part_is_run_again(text: Path, tmp_path: Path) -> None:
     running.wait()
     (output / "shards" / ".text-000002.tar.elsewhere-1-0.tmp").write_bytes(b"half of one, of a host that was lost")
     kept = first.with_name("text-000000.tar").stat().st_mtime_ns
-    text_part(text, output, 1, 2)
+    text_part(text_dataset, output, 1, 2)
     with pytest.raises(DataError, match=r"1 of 2 parts are missing.*\n  --shard_index 0 --num_shards 2 \(unfinished"):
         merge(output)
-    text_part(text, output, 0, 2)
+    text_part(text_dataset, output, 0, 2)
     assert first.with_name("text-000000.tar").stat().st_mtime_ns == kept
     merge(output)
-    assert content(output) == content(text)
+    assert content(output) == content(text_dataset)
 
 
 def text_command(text: Path, output: Path) -> list[str]:

@@ -48,38 +48,38 @@ def image_part(output: Path, index: int, parts: int = 3, **changes: Any) -> None
     shard_images(replace(config, **changes))
 
 
-def test_missing_parts_are_named(text: Path, tmp_path: Path) -> None:
+def test_missing_parts_are_named(text_dataset: Path, tmp_path: Path) -> None:
     output = tmp_path / "data"
-    text_part(text, output, 1)
+    text_part(text_dataset, output, 1)
     (output / "shards" / ".text-000002.tar.elsewhere-1-0.tmp").write_bytes(b"half of one, of a host that was lost")
     with pytest.raises(DataError) as raised:
         merge(output)
     for flags in ("--shard_index 0 --num_shards 3", "--shard_index 2 --num_shards 3"):
         assert flags in str(raised.value)
-    text_part(text, output, 0)
-    text_part(text, output, 2)
+    text_part(text_dataset, output, 0)
+    text_part(text_dataset, output, 2)
     (output / "shards" / "text-000001.tar").write_bytes(b"cut short by a full disk")
     with pytest.raises(DataError, match=r"--shard_index 1 --num_shards 3 .*text-000001"):
         merge(output)
     assert not (output / "dataset.json").exists()
-    text_part(text, output, 1)
+    text_part(text_dataset, output, 1)
     merge(output)
-    assert content(output) == content(text)
+    assert content(output) == content(text_dataset)
 
 
-def test_parts_of_other_settings_are_refused(text: Path, tmp_path: Path) -> None:
+def test_parts_of_other_settings_are_refused(text_dataset: Path, tmp_path: Path) -> None:
     output = tmp_path / "data"
-    text_part(text, output, 0)
+    text_part(text_dataset, output, 0)
     before = content(output)
     with pytest.raises(DataError, match="rows_per_block 16 there, 8 asked for"):
-        text_part(text, output, 1, rows_per_block=8)
+        text_part(text_dataset, output, 1, rows_per_block=8)
     with pytest.raises(DataError, match="--num_shards 4"):
-        text_part(text, output, 1, 4)
+        text_part(text_dataset, output, 1, 4)
     with pytest.raises(DataError, match="--num_shards 1"):
-        text_part(text, output, 0, 1)
+        text_part(text_dataset, output, 0, 1)
     assert content(output) == before
-    text_part(text, output, 1)
-    text_part(text, output, 2)
+    text_part(text_dataset, output, 1)
+    text_part(text_dataset, output, 2)
     path = Part(index=2, count=3).path(output)
     document = read_json(path)
     for changed in ({"settings": {**document["settings"], "length": 32}}, {"max_skipped": 0.5}, {"shards": 2}):
@@ -90,7 +90,7 @@ def test_parts_of_other_settings_are_refused(text: Path, tmp_path: Path) -> None
 
 
 def test_parts_that_begin_together_with_other_settings_are_not_both_made(
-    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    text_dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The other part writes its settings after this part has checked for them."""
     output = tmp_path / "data"
@@ -104,20 +104,20 @@ def test_parts_that_begin_together_with_other_settings_are_not_both_made(
 
     monkeypatch.setattr(type(part), "write", slow)
     with pytest.raises(DataError, match="length 9 there, 64 asked for"):
-        text_part(text, output, 0)
+        text_part(text_dataset, output, 0)
     assert list(started_parts(output)) == [part]
 
 
-def test_a_part_at_work_is_not_made_twice_nor_merged(text: Path, tmp_path: Path) -> None:
+def test_a_part_at_work_is_not_made_twice_nor_merged(text_dataset: Path, tmp_path: Path) -> None:
     output = tmp_path / "data"
     for index in range(2):
-        text_part(text, output, index, 2)
+        text_part(text_dataset, output, index, 2)
     with only_run(output, Part(index=1, count=2).lock):
         with pytest.raises(DataError, match=r"part-00001-of-00002\.lock"):
-            text_part(text, output, 1, 2)
+            text_part(text_dataset, output, 1, 2)
         with pytest.raises(DataError, match=r"part-00001-of-00002\.lock"):
             merge(output)
-        text_part(text, output, 0, 2)
+        text_part(text_dataset, output, 0, 2)
     merge(output)
 
 

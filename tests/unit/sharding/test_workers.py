@@ -129,13 +129,22 @@ def test_images_are_sharded_without_those_that_end_what_decodes_them(tmp_path: P
     assert (document["rows"], document["skipped"]) == (10, {"damaged": 2})
 
 
+IMAGES = ["shard-images", "--embedded", "--count", "20000", "--size", "64", "--samples_per_shard", "64"]
+TEXT = ["shard-text", "--tagger", "textblob", "--rows_per_block", "16", "--shard_bytes", "20000"]
+
+
 @pytest.mark.parametrize("starts", always([True, False], False), ids=["while processes start", "while they work"])
-def test_ctrl_c_is_one_line_and_leaves_no_process(starts: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("words", always([IMAGES, TEXT], TEXT), ids=["images", "text"])
+def test_ctrl_c_is_one_line_and_leaves_no_process(
+    starts: bool, words: list[str], text_dataset: Path, tmp_path: Path
+) -> None:
     """A terminal sends SIGINT to all processes."""
-    words = ["shard-images", "--embedded", "--count", "20000", "--size", "64", "--processes", "2"]
-    words += ["--samples_per_shard", "64", "--output"]
+    long = tmp_path / "long.jsonl"
+    long.write_text(text_dataset.with_suffix(".jsonl").read_text("utf-8") * 50, "utf-8")
+    own = ["--inputs", str(long), "--tokenizer", str(text_dataset / "tokenizer")] if words is TEXT else []
+    shared = ["--processes", "2", "--output", str(tmp_path / "out")]
     process = subprocess.Popen(
-        [sys.executable, "-m", "trp_scale", *words, str(tmp_path / "scenes")],
+        [sys.executable, "-m", "trp_scale", *words, *own, *shared],
         env=environment(),
         cwd=ROOT,
         stdout=subprocess.PIPE,
@@ -144,13 +153,13 @@ def test_ctrl_c_is_one_line_and_leaves_no_process(starts: bool, tmp_path: Path) 
         start_new_session=True,
         preexec_fn=hear_ctrl_c,
     )
-    children, until = Path(f"/proc/{process.pid}/task/{process.pid}/children"), time.monotonic() + 60
+    children, until = Path(f"/proc/{process.pid}/task/{process.pid}/children"), time.monotonic() + 240
     while not (children.read_text() if starts else list(tmp_path.rglob("*.tar*"))):
         assert process.poll() is None and time.monotonic() < until
         time.sleep(0.05)
     os.killpg(process.pid, signal.SIGINT)
     try:
-        _, said = process.communicate(timeout=30)
+        _, said = process.communicate(timeout=120)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)  # one that hangs goes on beside all other tests
         raise

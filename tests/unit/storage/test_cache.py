@@ -76,7 +76,7 @@ def test_what_another_process_fetches_is_not_fetched_ahead(files: Cache) -> None
 
     def slowly(descriptor: int) -> None:
         begun.set()
-        end.wait(20)
+        end.wait(120)
         fill(descriptor)
 
     place = files.root / "a.tar"
@@ -180,7 +180,7 @@ def test_a_process_that_does_not_get_on_is_not_awaited_for_ever(files: Cache, mo
 
     def stuck(_: int) -> None:
         begun.set()
-        end.wait(20)
+        end.wait(120)
 
     thread = threading.Thread(target=files.open, args=(files.root / "a.tar", SIZE, stuck))
     thread.start()

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.grids import always
 from trp_scale.cli.main import COMMANDS
 from trp_scale.cli.study import show
 from trp_scale.config import Config, TextModelConfig
@@ -28,8 +29,8 @@ from trp_scale.studies.study import Scale, Study, known_studies, load_study, nee
 
 NAMES = known_studies()
 
-ALWAYS = ("adpe_table_2", "mlo_mae_table_15", "trp_table_1", "trp_table_3")
-"""Studies whose commands are always read: of images, of another judge's runs, of text, of several modalities."""
+ALWAYS = ("adpe_table_2", "mlo_mae_table_15", "trp_table_1")
+"""Studies whose commands are always read: of images, of another judge's runs, of text."""
 
 PAPERS = {"TRP": "2306.12070", "AdPE": "2303.07598", "MLO-MAE": "2402.18128"}
 
@@ -96,11 +97,6 @@ def parse_task(flags: list[str]) -> str:
     return flags[flags.index("--task") + 1] if "--task" in flags else ""
 
 
-def seldom(names: list[str], always: tuple[str, ...]) -> list[object]:
-    """Parameters, of which all but some are near to others."""
-    return [name if name in always else pytest.param(name, marks=pytest.mark.exhaustive) for name in names]
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_a_study_is_whole(name: str) -> None:
     study = load_study(name)
@@ -116,7 +112,7 @@ def test_a_study_is_whole(name: str) -> None:
         assert bool(scale.launcher) == (scale.gpus > 1)
 
 
-@pytest.mark.parametrize("name", seldom(NAMES, ALWAYS))
+@pytest.mark.parametrize("name", always(NAMES, *ALWAYS))
 def test_every_command_is_one_that_is_there(name: str, tmp_path: Path) -> None:
     study = load_study(name)
     for scale_name, scale in study.scales.items():
@@ -131,7 +127,7 @@ def test_a_rate_that_is_chosen_is_shown(capsys: pytest.CaptureFixture[str]) -> N
     assert "optimizer.lr of 0.0005, 0.001, 0.002, by fine_tuning" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", seldom(NAMES, ()))
+@pytest.mark.parametrize("name", always(NAMES))
 def test_hours_are_planned(name: str) -> None:
     study = load_study(name)
     for scale in study.scales.values():

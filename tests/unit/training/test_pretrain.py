@@ -88,9 +88,11 @@ def test_loader_workers_end_with_it(
     assert set(multiprocessing.active_children()) == before
 
 
-@pytest.mark.parametrize("read", always([0, 1], 1), ids=["before the first line", "after a line"])
-def test_it_goes_on_to_its_end_and_its_checkpoint(text_dataset: Path, tmp_path: Path, read: int) -> None:
-    process = start(flags(text_dataset, tmp_path / "run", data__workers=1))
+@pytest.mark.parametrize(
+    ("read", "workers"), always([(0, 1), (1, 1), (1, 0)], (1, 0)), ids=["before the first line", "after a line", ""]
+)
+def test_it_goes_on_to_its_end_and_its_checkpoint(text_dataset: Path, tmp_path: Path, read: int, workers: int) -> None:
+    process = start(flags(text_dataset, tmp_path / "run", data__workers=workers))
     assert process.stdout is not None
     for _ in range(read):
         assert process.stdout.readline()

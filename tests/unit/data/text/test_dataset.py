@@ -10,7 +10,6 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from tests.fixtures import small_text_dataset
 from tests.unit.data.loaded import FIELDS, damage, joined, steps, table_of
 from tests.unit.data.stored import config_for, write_dataset
 from trp_scale.config import RefusedError
@@ -21,13 +20,8 @@ from trp_scale.pretraining.base import open_sources
 
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return small_text_dataset(tmp_path_factory.mktemp("text") / "data")
-
-
-@pytest.fixture(scope="module")
-def sources(directory: Path) -> Sources:
-    config = config_for(directory, data={"validation_fraction": 0.1, "verify": True})
+def sources(text_dataset: Path) -> Sources:
+    config = config_for(text_dataset, data={"validation_fraction": 0.1, "verify": True})
     config.batch.global_size = config.batch.micro_size = 64
     return open_sources(config, rank=0, world=1)
 
@@ -38,8 +32,8 @@ def epoch(sources: Sources) -> list[Batch]:
     return [sources.train.next_window()[0] for _ in range(-(-sources.train.rows // 64))]
 
 
-def test_all_rows_are_there(directory: Path, sources: Sources) -> None:
-    document = json.loads((directory / "dataset.json").read_text())
+def test_all_rows_are_there(text_dataset: Path, sources: Sources) -> None:
+    document = json.loads((text_dataset / "dataset.json").read_text())
     assert sources.train.rows + sources.validation.rows == document["rows"]
     assert sources.validation.rows > 0
 
@@ -54,8 +48,8 @@ def test_nothing_is_damaged_and_statistics_hold(epoch: list[Batch]) -> None:
     assert abs(float(wrong.mean()) - 0.5) < 4 * 0.5 / np.sqrt(len(wrong))
 
 
-def test_labels_restore_english(directory: Path, epoch: list[Batch]) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(directory / "tokenizer")
+def test_labels_restore_english(text_dataset: Path, epoch: list[Batch]) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(text_dataset / "tokenizer")
     batch = epoch[0]
     tokens = batch["tokens"].clone()
     used = batch["label_weights"] > 0

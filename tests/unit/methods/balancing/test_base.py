@@ -13,6 +13,7 @@ import pytest
 import safetensors.torch
 import torch
 
+from tests.grids import grid
 from tests.unit.methods.balancing.branching import Branching, BranchingObjective, elements, window
 from tests.unit.methods.balancing.toy import ToyObjective, balancer, batch, given, take_step
 from trp_scale.checkpoint.document import join_state, split_state
@@ -68,8 +69,7 @@ def through_a_checkpoint(state: Mapping[str, Any], directory: Path) -> Any:
     return join_state(json.loads(json.dumps(document)), safetensors.torch.load_file(directory / "hooks"))["balancer"]
 
 
-@pytest.mark.parametrize("done", [1, 3, 5])
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize(("name", "done"), grid(SETTINGS, [1, 3, 5]))
 def test_a_restored_balancer_goes_on_bit_for_bit(name: str, done: int, tmp_path: Path) -> None:
     first, second, fresh = (balancer(OBJECTIVE, **SETTINGS[name]) for _ in range(3))
     go_on(first, range(done))

@@ -41,7 +41,7 @@ def test_small_mu_descends_to_equal_preferred_losses() -> None:
 
     problem = ClosedForm(losses, 2)
     weigher = balancer(problem, "stch", mu=1e-3, preference={"f0": 4.0})
-    path = descend(problem, weigher, [0.0], steps=6000, rate=lambda step: 0.05 / (1 + step) ** 0.6)
+    path = descend(problem, weigher, [0.0], steps=800, rate=lambda step: 0.1 / (1 + step) ** 0.8)
     assert float(path.points[-1]) == pytest.approx(1 / 3, abs=2e-3)
 
 

@@ -13,8 +13,8 @@ from trp_scale.methods.balancing.global_losses import softmax_weights, theorem_a
 
 # f_t = |x - b_t| on [-1, 1]: the maximum 1 + |x| is least at 0. From 1 or -1, R0 = 1; slopes are 1; no loss exceeds 2.
 CENTRES = torch.tensor([1.0, -1.0, -1.0, -1.0, -1.0], dtype=torch.float64)
-RADIUS, LIPSCHITZ, BOUND, STEPS = 1.0, 1.0, 2.0, 2000
-PROMISED = 2 * RADIUS * LIPSCHITZ / math.sqrt(STEPS)  # 0.0447
+RADIUS, LIPSCHITZ, BOUND, STEPS = 1.0, 1.0, 2.0, 500
+PROMISED = 2 * RADIUS * LIPSCHITZ / math.sqrt(STEPS)  # 0.0894
 DISTANCES = ClosedForm(lambda x: (x - CENTRES).abs(), len(CENTRES))
 
 
@@ -32,7 +32,7 @@ def test_the_alpha_of_the_theorem_keeps_its_bound() -> None:
     """From either side."""
     found = gap(1.0, alpha_schedule="theorem")
     assert gap(-1.0, alpha_schedule="theorem") <= PROMISED and found <= PROMISED
-    assert found == pytest.approx(0.009, abs=0.001)
+    assert found == pytest.approx(0.0186, abs=0.001)
 
 
 def test_the_alpha_of_the_theorem_comes_as_near_the_maximum_as_its_proof_needs() -> None:

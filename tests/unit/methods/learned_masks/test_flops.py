@@ -8,6 +8,7 @@ import pytest
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from tests.grids import always
 from tests.synthetic import Layout
 from tests.synthetic_images import CROPS, PATCHES, VISIBLE
 from tests.synthetic_masks import mask_config, masks_run
@@ -56,7 +57,7 @@ CASES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("changes", CASES, ids=str)
+@pytest.mark.parametrize("changes", always(CASES, *(CASES[number] for number in (0, 1, 3, 6, 7, 8, 10))), ids=str)
 def test_a_cycle_is_what_torch_counts_in_it(changes: dict[str, Any]) -> None:
     config = mask_config(Layout(micro_size=8), **changes)
     settings = config.multilevel

@@ -18,6 +18,7 @@ from timm.models._hub import save_for_hf
 from torch import Tensor, nn
 from transformers import ViTMAEForPreTraining
 
+from tests.grids import grid
 from tests.runs import image_flags, pretrain_here
 from tests.unit.models.multimae_peer import random_weights
 from trp_scale.checkpoint.export import find_checkpoint
@@ -122,8 +123,9 @@ def test_the_encoder_computes_what_timms_does(changes: dict[str, Any], tmp_path:
     assert not any("interpolated" in line for line in lines)
 
 
-@pytest.mark.parametrize("prefix", [{}, {"reg_tokens": 3}, {"reg_tokens": 3, "no_embed_class": True}], ids=str)
-@pytest.mark.parametrize("side", [24, 64])
+@pytest.mark.parametrize(
+    ("prefix", "side"), grid([{}, {"reg_tokens": 3}, {"reg_tokens": 3, "no_embed_class": True}], [24, 64]), ids=str
+)
 def test_positions_are_interpolated_as_by_timm(side: int, prefix: dict[str, Any], tmp_path: Path) -> None:
     peer = save_timm(tmp_path / "registers", **prefix)
     settings = settings_of(tmp_path / "registers", **{"crops.size": side})

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.grids import grid
 from tests.settings import changed
 from tests.unit.methods.adversary.toy import stand_in_run
 from tests.unit.models.plain_autoencoder import plain_forward
@@ -58,6 +59,10 @@ ADVERSARIES: dict[str, dict[str, Any]] = {
 }
 
 
+def named(value: Any) -> str:
+    return " ".join(map(str, value.values())) if isinstance(value, dict) else str(value)
+
+
 def settings_of(settings: dict[str, Any]) -> Config:
     """Settings of a small model; `index` sets the adversary's index if there is an adversary."""
     settings = dict(settings)
@@ -78,8 +83,7 @@ def test_the_prediction(settings: dict[str, Any]) -> None:
     torch.testing.assert_close(model(*batch).prediction, plain_forward(model, batch), rtol=0, atol=1e-11)
 
 
-@pytest.mark.parametrize("where", ["encoder", "both"])
-@pytest.mark.parametrize("settings", ADVERSARIES.values(), ids=ADVERSARIES)
+@pytest.mark.parametrize(("settings", "where"), grid(ADVERSARIES.values(), ["encoder", "both"]), ids=named)
 def test_under_a_perturbation(settings: dict[str, Any], where: str) -> None:
     """A shift of two patches reaches the edge of the table and the logarithm."""
     model, batch = built(settings | {"where": where}), crops(1)
@@ -145,17 +149,12 @@ CASES: list[dict[str, Any]] = [
 ]
 
 
-def named(case: dict[str, Any]) -> str:
-    return " ".join(str(value) for value in case.values())
-
-
 def vector_of(model: MaskedAutoencoder) -> Tensor | None:
     """Return a perturbation as a leaf in fp32, as the adversary has it."""
     return None if model.shape is None else perturbation(model).detach().float().requires_grad_()
 
 
-@pytest.mark.parametrize("given", [True, False], ids=["perturbed", "clean"])
-@pytest.mark.parametrize("case", CASES, ids=named)
+@pytest.mark.parametrize(("case", "given"), grid(CASES, [True, False]), ids=named)
 def test_every_parameter_takes_part_in_every_forward_pass(case: dict[str, Any], given: bool) -> None:
     """ZeRO-3 keeps the last gradient of unused parameters."""
     model = small_model(config(**case), dtype=torch.float32)
@@ -166,8 +165,7 @@ def test_every_parameter_takes_part_in_every_forward_pass(case: dict[str, Any], 
     assert vector is None or (vector.grad is not None and vector.grad.isfinite().all() and vector.grad.any())
 
 
-@pytest.mark.parametrize("case", CASES, ids=named)
-@pytest.mark.parametrize("way", ["bf16 autocast", "bf16 weights", "fp16 weights"])
+@pytest.mark.parametrize(("case", "way"), grid(CASES, ["bf16 autocast", "bf16 weights", "fp16 weights"]), ids=named)
 def test_low_precision_is_near_single_precision(case: dict[str, Any], way: str) -> None:
     reference = small_model(config(**case), dtype=torch.float32)
     batch = crops(dtype=torch.float32)

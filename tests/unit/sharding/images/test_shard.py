@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.fixtures import small_image_dataset
 from tests.unit.data.images.source_images import class_folder, jpeg, png, png_of_size, rotated_jpeg, stored
 from tests.unit.sharding.test_parts import content
 from trp_scale.data.hashing import name_hash
@@ -25,13 +24,8 @@ from trp_scale.sharding.images.shard import ShardImagesConfig, shard_images
 ROOT = Path(__file__).resolve().parents[4]
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return small_image_dataset(tmp_path_factory.mktemp("made") / "data")
-
-
 def config_of(output: Path, **changes: object) -> ShardImagesConfig:
-    """Settings of `made`."""
+    """Settings of `image_dataset`."""
     config = ShardImagesConfig(
         output=output,
         embedded=True,
@@ -92,43 +86,43 @@ def test_an_input_that_has_changed_is_refused(tmp_path: Path) -> None:
     assert content(tmp_path / "out") == before
 
 
-def test_the_index_gives_every_member_as_tarfile_does(made: Path) -> None:
-    dataset = read_json(made / "dataset.json")
+def test_the_index_gives_every_member_as_tarfile_does(image_dataset: Path) -> None:
+    dataset = read_json(image_dataset / "dataset.json")
     assert dataset["format"] == 1 and dataset["kind"] == "image"
     assert dataset["suffixes"] == list(known_suffixes())
-    found = stored(made)
+    found = stored(image_dataset)
     samples = 0
     for name in dataset["shards"]:
-        with tarfile.open(made / "shards" / name) as tar:
+        with tarfile.open(image_dataset / "shards" / name) as tar:
             for entry in tar:
                 key, _, suffix = entry.name.partition(".")
                 stream = tar.extractfile(entry)
                 assert stream is not None and stream.read() == found[key][suffix]
                 assert (entry.uname, entry.mtime, entry.mode) == ("trp", 0, 0o444)
-        blocks = read_index(made / "shards" / name).blocks
+        blocks = read_index(image_dataset / "shards" / name).blocks
         assert all(block.rows == 1 and set(block.members) == set(dataset["suffixes"]) for block in blocks)
         samples += len(blocks)
     assert samples == dataset["rows"] == len(found) == 96
 
 
-def test_samples_lie_in_the_order_of_their_keys_hashes(made: Path) -> None:
-    dataset = read_json(made / "dataset.json")
-    keys = [block.key for name in dataset["shards"] for block in read_index(made / "shards" / name).blocks]
+def test_samples_lie_in_the_order_of_their_keys_hashes(image_dataset: Path) -> None:
+    dataset = read_json(image_dataset / "dataset.json")
+    keys = [block.key for name in dataset["shards"] for block in read_index(image_dataset / "shards" / name).blocks]
     assert keys == sorted(keys, key=name_hash)
-    labels = [int(members["cls"]) for members in stored(made).values()]
+    labels = [int(members["cls"]) for members in stored(image_dataset).values()]
     for start in range(0, 96, 32):
         assert len(set(labels[start : start + 32])) == 8, "every shard has every class"
 
 
-def test_scenes_are_stored_with_their_labels(made: Path) -> None:
+def test_scenes_are_stored_with_their_labels(image_dataset: Path) -> None:
     from trp_scale.sharding.images.scenes import render_scene
 
-    dataset = read_json(made / "dataset.json")
+    dataset = read_json(image_dataset / "dataset.json")
     assert dataset["synthetic"] is True
     assert dataset["counts"]["per_class"] == {str(label): 12 for label in range(8)}
     assert "1/1000 metre" in dataset["modalities"]["depth"]["unit"]
     for number in (0, 13, 95):
-        scene, members = render_scene(0, number, 32), stored(made)[f"scene-{number:08d}"]
+        scene, members = render_scene(0, number, 32), stored(image_dataset)[f"scene-{number:08d}"]
         assert np.array_equal(np.asarray(Image.open(io.BytesIO(members["depth.png"]))), scene.depth)
         assert np.array_equal(np.asarray(Image.open(io.BytesIO(members["semseg.png"]))), scene.segmentation)
         assert int(members["cls"]) == scene.label

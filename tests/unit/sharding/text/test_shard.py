@@ -16,7 +16,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from tests.fixtures import small_text_config, small_text_dataset
+from tests.fixtures import small_text_config
 from tests.unit.sharding.test_parts import content
 from trp_scale.data.index import read_index, read_json
 from trp_scale.data.text.dataset import GROUP_BITS, GROUPS, OTHER, WORD_START
@@ -31,14 +31,13 @@ from trp_scale.storage.files import only_run
 ROOT = Path(__file__).resolve().parents[4]
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return small_text_dataset(tmp_path_factory.mktemp("made") / "data")
+def source_of(dataset: Path) -> Path:
+    return dataset.with_name(f"{dataset.name}.jsonl")
 
 
-def config_of(made: Path, output: Path, **changes: object) -> ShardTextConfig:
-    """Settings of `made`."""
-    config = small_text_config(made.with_name("data.jsonl"), output)
+def config_of(dataset: Path, output: Path, **changes: object) -> ShardTextConfig:
+    """Settings of `text_dataset`."""
+    config = small_text_config(source_of(dataset), output)
     return replace(config, **changes)  # type: ignore[arg-type]
 
 
@@ -50,46 +49,46 @@ def small_config(source: Path, output: Path, **changes: object) -> ShardTextConf
     return replace(config, **changes)  # type: ignore[arg-type]
 
 
-def test_two_processes_write_the_same_bytes_as_one(made: Path, tmp_path: Path) -> None:
-    shard_text(config_of(made, tmp_path / "two", processes=2))
-    assert content(tmp_path / "two") == content(made)
+def test_two_processes_write_the_same_bytes_as_one(text_dataset: Path, tmp_path: Path) -> None:
+    shard_text(config_of(text_dataset, tmp_path / "two", processes=2))
+    assert content(tmp_path / "two") == content(text_dataset)
 
 
-def test_a_finished_data_set_is_left_alone_and_another_one_refused(made: Path, tmp_path: Path) -> None:
-    before = content(made)
-    shard_text(config_of(made, made))
-    assert content(made) == before
+def test_a_finished_data_set_is_left_alone_and_another_one_refused(text_dataset: Path, tmp_path: Path) -> None:
+    before = content(text_dataset)
+    shard_text(config_of(text_dataset, text_dataset))
+    assert content(text_dataset) == before
     with pytest.raises(DataError, match="rows_per_block 16 there, 8 asked for"):
-        shard_text(config_of(made, made, rows_per_block=8))
+        shard_text(config_of(text_dataset, text_dataset, rows_per_block=8))
     other = tmp_path / "other.jsonl"
     other.write_text('{"text": "Other text."}\n')
     with pytest.raises(DataError, match="input"):
-        shard_text(config_of(made, made, inputs=[str(other)]))
+        shard_text(config_of(text_dataset, text_dataset, inputs=[str(other)]))
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis.tex").write_text("do not touch")
     with pytest.raises(DataError, match=r"--output .*full"):
-        shard_text(config_of(made, tmp_path / "full"))
-    assert content(made) == before
+        shard_text(config_of(text_dataset, tmp_path / "full"))
+    assert content(text_dataset) == before
 
 
-def test_two_runs_at_once_on_one_output_are_refused(made: Path, tmp_path: Path) -> None:
+def test_two_runs_at_once_on_one_output_are_refused(text_dataset: Path, tmp_path: Path) -> None:
     """Concurrent runs must not write the same unfinished shard."""
     output = tmp_path / "data"
     with only_run(output):
         before = content(output)
         with pytest.raises(DataError, match=rf"process {os.getpid()} .*lock"):
-            shard_text(config_of(made, output))
+            shard_text(config_of(text_dataset, output))
         assert content(output) == before, "nothing was written"
-    shard_text(config_of(made, output))
-    assert content(output) == content(made)
+    shard_text(config_of(text_dataset, output))
+    assert content(output) == content(text_dataset)
 
 
-def test_dataset_json_counts_what_is_stored(made: Path) -> None:
-    dataset = read_json(made / "dataset.json")
+def test_dataset_json_counts_what_is_stored(text_dataset: Path) -> None:
+    dataset = read_json(text_dataset / "dataset.json")
     pieces_per_group = np.zeros(len(GROUPS), dtype=int)
     rows = blocks = words = 0
     for name in dataset["shards"]:
-        shard = made / "shards" / name
+        shard = text_dataset / "shards" / name
         for block in read_index(shard).blocks:
             arrays = read_block(shard, block)
             lengths = arrays["sentences.npy"][:, -1]
@@ -106,10 +105,10 @@ def test_dataset_json_counts_what_is_stored(made: Path) -> None:
     assert blocks > len(dataset["shards"]) > 1
 
 
-def test_the_webdataset_library_and_memory_maps_read_the_shards(made: Path) -> None:
+def test_the_webdataset_library_and_memory_maps_read_the_shards(text_dataset: Path) -> None:
     webdataset = pytest.importorskip("webdataset", reason="webdataset is not installed")
-    dataset = read_json(made / "dataset.json")
-    shard = made / "shards" / dataset["shards"][0]
+    dataset = read_json(text_dataset / "dataset.json")
+    shard = text_dataset / "shards" / dataset["shards"][0]
     samples: Iterator[dict[str, bytes]] = iter(webdataset.WebDataset(str(shard), shardshuffle=False))
     for block in read_index(shard).blocks:
         sample = next(samples)
@@ -129,15 +128,15 @@ def test_the_webdataset_library_and_memory_maps_read_the_shards(made: Path) -> N
     assert next(samples, None) is None
 
 
-def test_the_tokenizer_loads_in_transformers_and_gives_the_stored_pieces(made: Path) -> None:
-    dataset = read_json(made / "dataset.json")
-    tokenizer = AutoTokenizer.from_pretrained(str(made / "tokenizer"))
+def test_the_tokenizer_loads_in_transformers_and_gives_the_stored_pieces(text_dataset: Path) -> None:
+    dataset = read_json(text_dataset / "dataset.json")
+    tokenizer = AutoTokenizer.from_pretrained(str(text_dataset / "tokenizer"))
     assert len(tokenizer) == dataset["vocab_size"] == 1000
     assert tokenizer.mask_token_id == dataset["special_tokens"]["mask"]
     assert tokenizer.all_special_ids and set(tokenizer.all_special_ids) == set(dataset["special_token_ids"])
-    shard = made / "shards" / dataset["shards"][0]
+    shard = text_dataset / "shards" / dataset["shards"][0]
     arrays = read_block(shard, read_index(shard).blocks[0])
-    text = json.loads(made.with_name("data.jsonl").read_text(encoding="utf-8").splitlines()[0])["text"]
+    text = json.loads(source_of(text_dataset).read_text(encoding="utf-8").splitlines()[0])["text"]
     stored = [
         int(piece)
         for row, ends in zip(arrays["tokens.npy"], arrays["sentences.npy"], strict=True)
@@ -145,18 +144,18 @@ def test_the_tokenizer_loads_in_transformers_and_gives_the_stored_pieces(made: P
     ]
     wanted = tokenizer(text, add_special_tokens=False)["input_ids"]
     assert stored[: len(wanted)] == wanted[: len(stored)]
-    assert (made / "tokenizer" / "vocab.txt").read_text(encoding="utf-8").splitlines()[:2] == ["[PAD]", "[UNK]"]
+    assert (text_dataset / "tokenizer" / "vocab.txt").read_text(encoding="utf-8").splitlines()[:2] == ["[PAD]", "[UNK]"]
 
 
-def test_a_given_tokenizer_is_used(made: Path, tmp_path: Path) -> None:
-    shard_text(config_of(made, tmp_path / "given", tokenizer=str(made / "tokenizer")))
-    trained, given = read_json(made / "dataset.json"), read_json(tmp_path / "given" / "dataset.json")
+def test_a_given_tokenizer_is_used(text_dataset: Path, tmp_path: Path) -> None:
+    shard_text(config_of(text_dataset, tmp_path / "given", tokenizer=str(text_dataset / "tokenizer")))
+    trained, given = read_json(text_dataset / "dataset.json"), read_json(tmp_path / "given" / "dataset.json")
     for name in ("vocab_size", "special_tokens", "pieces", "pieces_per_group", "rows"):
         assert given[name] == trained[name]
     for name in trained["shards"]:
-        assert (tmp_path / "given" / "shards" / name).read_bytes() == (made / "shards" / name).read_bytes()
+        assert (tmp_path / "given" / "shards" / name).read_bytes() == (text_dataset / "shards" / name).read_bytes()
     with pytest.raises(DataError, match=r"nowhere.*--tokenizer"):
-        shard_text(config_of(made, tmp_path / "none", tokenizer=str(tmp_path / "nowhere")))
+        shard_text(config_of(text_dataset, tmp_path / "none", tokenizer=str(tmp_path / "nowhere")))
 
 
 def test_skipped_documents_are_listed_and_too_many_stop_the_run(tmp_path: Path) -> None:
@@ -246,13 +245,13 @@ def test_taggers_say_what_is_missing_and_which_is_used(
 
 @pytest.mark.parametrize(("tagger", "library"), [("auto", "nltk"), ("textblob", "textblob")])
 def test_a_library_that_is_not_installed_is_named_with_its_extra(
-    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tagger: str, library: str
+    text_dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tagger: str, library: str
 ) -> None:
     for name in [name for name in sys.modules if name.partition(".")[0] in (library, "textblob")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, library, None)
     with pytest.raises(TaggerError, match=rf"{library}.*trp-scale\[text\]"):
-        shard_text(config_of(made, tmp_path / "out", tagger=tagger))
+        shard_text(config_of(text_dataset, tmp_path / "out", tagger=tagger))
 
 
 def test_nltk_tagger_gives_the_groups_of_nltk() -> None:
@@ -275,10 +274,10 @@ def test_nltk_tagger_gives_the_groups_of_nltk() -> None:
     ],
 )
 def test_settings_that_cannot_work_are_refused(
-    made: Path, tmp_path: Path, changes: dict[str, object], message: str
+    text_dataset: Path, tmp_path: Path, changes: dict[str, object], message: str
 ) -> None:
     with pytest.raises(DataError, match=message):
-        shard_text(config_of(made, tmp_path / "out", **changes))
+        shard_text(config_of(text_dataset, tmp_path / "out", **changes))
 
 
 def byte_level_tokenizer(directory: Path, texts: list[str]) -> Path:
@@ -297,10 +296,12 @@ def byte_level_tokenizer(directory: Path, texts: list[str]) -> Path:
 
 
 @pytest.mark.parametrize("pieces", ["words", "bytes"])
-def test_packed_rows_have_the_pieces_of_each_document(made: Path, tmp_path: Path, pieces: str) -> None:
-    texts = [json.loads(line)["text"] for line in made.with_name("data.jsonl").read_text("utf-8").splitlines()]
-    directory = made / "tokenizer" if pieces == "words" else byte_level_tokenizer(tmp_path / "bytes", texts)
-    output = shard_text(config_of(made, tmp_path / "out", pack=True, tokenizer=str(directory), shard_bytes=1 << 20))
+def test_packed_rows_have_the_pieces_of_each_document(text_dataset: Path, tmp_path: Path, pieces: str) -> None:
+    texts = [json.loads(line)["text"] for line in source_of(text_dataset).read_text("utf-8").splitlines()]
+    directory = text_dataset / "tokenizer" if pieces == "words" else byte_level_tokenizer(tmp_path / "bytes", texts)
+    output = shard_text(
+        config_of(text_dataset, tmp_path / "out", pack=True, tokenizer=str(directory), shard_bytes=1 << 20)
+    )
     dataset, tokenizer = read_json(output / "dataset.json"), AutoTokenizer.from_pretrained(str(directory))
     assert (dataset["format"], dataset["row_length"], dataset["segments_per_row"]) == (2, 64, 8)
     parts: list[list[int]] = []

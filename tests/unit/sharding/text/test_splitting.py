@@ -26,7 +26,7 @@ sentences = st.lists(
 ).map("".join)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(sentences)
 @example('He said. "')
 @example("cannot-the")
@@ -42,7 +42,7 @@ def test_words_are_those_of_nltk_on_the_whole_sentence(sentence: str) -> None:
     assert forms == NLTKWordTokenizer().tokenize(" ".join(sentence.split()))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(sentences)
 def test_places_cover_the_text_but_for_white_space(sentence: str) -> None:
     keys = unit_keys(sentence)
@@ -58,7 +58,6 @@ def test_places_cover_the_text_but_for_white_space(sentence: str) -> None:
 endings = st.lists(
     st.sampled_from(
         [
-            "\n",
             " ",
             " A",
             *["word", "Mr", "e.g", "J", "3", "Ünal", "end", ".", ".", "!", "?", "...", '"', "'", ")", "“", ",", "a"],
@@ -68,16 +67,15 @@ endings = st.lists(
 ).map("".join)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(endings)
 def test_the_shortcut_splits_as_punkt_does(text: str) -> None:
+    """On one line: a blank line ends a sentence here, not in Punkt."""
     parameters = PunktParameters()
     parameters.abbrev_types = set(ABBREVIATIONS)
     reference = PunktSentenceTokenizer(parameters)
     expected = [text[start:end].strip() for start, end in reference.span_tokenize(text)]
-    paragraphs_in_one = "\n" not in text  # a blank line ends a sentence here, not in Punkt
-    if paragraphs_in_one:
-        assert list(SentenceSplitter().split(text)) == [sentence for sentence in expected if sentence]
+    assert list(SentenceSplitter().split(text)) == [sentence for sentence in expected if sentence]
 
 
 def test_blank_lines_end_sentences_and_abbreviations_do_not() -> None:
