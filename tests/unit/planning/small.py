@@ -90,9 +90,14 @@ def of_four_heads(**megatron: Any) -> Counted:
 
 
 @functools.cache
-def fsdp_on(gpus: int, **settings: object) -> list[ClusterPlan]:
-    """PoS-BERT of two blocks, in the ways that these settings of FSDP2 allow."""
+def counted_for_fsdp(**settings: object) -> Counted:
+    """PoS-BERT of two blocks."""
     config = load_recipe("pos_bert_tiny")
     for name, value in settings.items():
         setattr(config.fsdp, name, value)
-    return make_plans(Counted(config, DataFacts(length=64)), Cluster(gpu=H100, gpus=gpus), LayoutChoice(engine="fsdp"))
+    return Counted(config, DataFacts(length=64))
+
+
+def fsdp_on(gpus: int, **settings: object) -> list[ClusterPlan]:
+    """Plans in the ways that these settings of FSDP2 allow."""
+    return make_plans(counted_for_fsdp(**settings), Cluster(gpu=H100, gpus=gpus), LayoutChoice(engine="fsdp"))

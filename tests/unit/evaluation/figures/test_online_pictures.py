@@ -19,18 +19,18 @@ from trp_scale.evaluation.figures import pictures
 SMALL = {"training.steps": 6, "checkpoint.every": 2, "checkpoint.keep": 1}
 
 
-def learn(scenes: Path, directory: Path, *flags: str) -> int:
+def learn(image_dataset: Path, directory: Path, *flags: str) -> int:
     small = [*FLAGS, *(word for name, value in SMALL.items() for word in (f"--{name}", str(value)))]
     return pretrain_here(
-        ["--recipe", "mlo_mae_tiny", "--data.path", str(scenes), "--run_dir", str(directory), *small, *flags]
+        ["--recipe", "mlo_mae_tiny", "--data.path", str(image_dataset), "--run_dir", str(directory), *small, *flags]
     )
 
 
 @pytest.mark.parametrize("behind", always(["True", "False"], "True"))
-def test_each_checkpoint_is_drawn_and_the_run_stays_the_same(scenes: Path, tmp_path: Path, behind: str) -> None:
+def test_each_checkpoint_is_drawn_and_the_run_stays_the_same(image_dataset: Path, tmp_path: Path, behind: str) -> None:
     more = ["--checkpoint.asynchronous", behind]
-    assert learn(scenes, tmp_path / "without", *more) == 0
-    assert learn(scenes, tmp_path / "with", *more, "--hooks", "pictures", "--pictures.rows", "2") == 0
+    assert learn(image_dataset, tmp_path / "without", *more) == 0
+    assert learn(image_dataset, tmp_path / "with", *more, "--hooks", "pictures", "--pictures.rows", "2") == 0
     folder = tmp_path / "with" / "pictures"
     drawn = sorted(str(path.relative_to(folder)) for path in folder.rglob("*.png"))
     assert drawn == [f"step_0000000{step}/{what}.png" for step in (2, 4, 6) for what in ("masks", "reconstructions")]
@@ -46,15 +46,15 @@ def test_each_checkpoint_is_drawn_and_the_run_stays_the_same(scenes: Path, tmp_p
 
 
 @pytest.mark.exhaustive
-def test_some_checkpoints_are_left_out(scenes: Path, tmp_path: Path) -> None:
-    assert learn(scenes, tmp_path / "run", "--hooks", "pictures", "--pictures.every", "2") == 0
+def test_some_checkpoints_are_left_out(image_dataset: Path, tmp_path: Path) -> None:
+    assert learn(image_dataset, tmp_path / "run", "--hooks", "pictures", "--pictures.every", "2") == 0
     assert sorted(path.name for path in (tmp_path / "run" / "pictures").iterdir()) == ["step_00000002", "step_00000006"]
 
 
 @pytest.mark.parametrize("error", [RefusedError("the data is gone"), RuntimeError("the data is gone")], ids=repr)
 def test_what_cannot_be_drawn_ends_nothing(
     error: Exception,
-    scenes: Path,
+    image_dataset: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -63,7 +63,7 @@ def test_what_cannot_be_drawn_ends_nothing(
         raise error
 
     monkeypatch.setattr(pictures, "draw_pictures", refuse)
-    assert learn(scenes, tmp_path / "run", "--hooks", "pictures") == 0
+    assert learn(image_dataset, tmp_path / "run", "--hooks", "pictures") == 0
     (first, *_) = [line["pictures"] for line in lines(tmp_path / "run") if "pictures" in line]
     assert first["notice"] == "no pictures of step_00000002: the data is gone"
     assert [f"no pictures of step_0000000{step}: the data is gone" in caplog.text for step in (2, 4, 6)] == [True] * 3

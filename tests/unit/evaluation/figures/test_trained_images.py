@@ -42,16 +42,25 @@ SMALL = {
 FLAGS = [word for name, value in SMALL.items() for word in (f"--{name}", str(value))]
 
 
-def train(scenes: Path, directory: Path, *flags: str) -> Path:
-    arguments = ["--recipe", "adpe_tiny", "--data.path", str(scenes), "--run_dir", str(directory), *FLAGS, *flags]
+def train(image_dataset: Path, directory: Path, *flags: str) -> Path:
+    arguments = [
+        "--recipe",
+        "adpe_tiny",
+        "--data.path",
+        str(image_dataset),
+        "--run_dir",
+        str(directory),
+        *FLAGS,
+        *flags,
+    ]
     assert pretrain_here(arguments) == 0
     return directory
 
 
 @pytest.fixture(scope="module")
-def run(scenes: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run(image_dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of AdPE."""
-    return train(scenes, tmp_path_factory.mktemp("trained") / "run")
+    return train(image_dataset, tmp_path_factory.mktemp("trained") / "run")
 
 
 ABSOLUTE = ("--vision.positions", "absolute")
@@ -66,9 +75,12 @@ ABSOLUTE = ("--vision.positions", "absolute")
     ],
     ids=lambda flags: flags[-1] if flags else "relative_coordinate",
 )
-def test_pictures_of_reconstructions_and_positions(scenes: Path, tmp_path: Path, flags: tuple[str, ...]) -> None:
-    run = train(scenes, tmp_path / "run", *flags)
-    lines = draw_pictures(run, tmp_path / "pictures", rows=2)
+def test_pictures_of_reconstructions_and_positions(
+    image_dataset: Path, run: Path, tmp_path: Path, flags: tuple[str, ...]
+) -> None:
+    lines = draw_pictures(
+        train(image_dataset, tmp_path / "run", *flags) if flags else run, tmp_path / "pictures", rows=2
+    )
     assert "reconstruction loss" in lines[0] and len(lines) == 2
     for name in ("reconstructions.png", "positions.png"):
         with Image.open(tmp_path / "pictures" / name) as picture:
@@ -86,8 +98,8 @@ def photograph(path: Path, *, orientation: int = 1) -> Path:
     return path
 
 
-def test_images_of_one_s_own_are_drawn_without_the_run_s_data(scenes: Path, tmp_path: Path) -> None:
-    moved = shutil.copytree(scenes, tmp_path / "data")
+def test_images_of_one_s_own_are_drawn_without_the_run_s_data(image_dataset: Path, tmp_path: Path) -> None:
+    moved = shutil.copytree(image_dataset, tmp_path / "data")
     run = train(moved, tmp_path / "run")
     shutil.rmtree(moved)
     for files in ([photograph(tmp_path / "one.png")], [tmp_path / "one.png", photograph(tmp_path / "two.jpg")]):
@@ -151,14 +163,14 @@ def test_visible_patches_are_the_image_and_the_losses_are_those_of_the_objective
 
 
 @pytest.mark.exhaustive
-def test_learned_masks_are_drawn_beside_those_of_the_untrained_network(scenes: Path, tmp_path: Path) -> None:
+def test_learned_masks_are_drawn_beside_those_of_the_untrained_network(image_dataset: Path, tmp_path: Path) -> None:
     """Before the first lesson they are the same; after lessons at a high rate they are not."""
     own = {**SMALL, "masking.ratio": 0.5, "multilevel.unroll": 1, "multilevel.every": 1, "multilevel.lr": 0.05}
     flags = [word for name, value in own.items() for word in (f"--{name}", str(value))]
     shares = []
     for steps, every in ((1, 9), (6, 1)):
         run = tmp_path / f"run{steps}"
-        command = ["--recipe", "mlo_mae_tiny", "--data.path", str(scenes), "--run_dir", str(run), *flags]
+        command = ["--recipe", "mlo_mae_tiny", "--data.path", str(image_dataset), "--run_dir", str(run), *flags]
         assert pretrain_here([*command, "--training.steps", str(steps), "--multilevel.every", str(every)]) == 0
         trained = load_trained_images(run)
         network = load_masking_network(trained)
@@ -194,9 +206,9 @@ def test_rows_that_are_not_there_are_left_out(run: Path, tmp_path: Path) -> None
 
 
 def test_data_that_was_moved_is_asked_for_and_other_data_refused(
-    scenes: Path, text_dataset: Path, tmp_path: Path
+    image_dataset: Path, text_dataset: Path, tmp_path: Path
 ) -> None:
-    moved = shutil.copytree(scenes, tmp_path / "data")
+    moved = shutil.copytree(image_dataset, tmp_path / "data")
     run = train(moved, tmp_path / "run")
     moved.rename(tmp_path / "elsewhere")
     few = write_images(tmp_path / "few", [[sample(1, 40, 40)]])

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.grids import grid
+from tests.grids import always, grid
 from tests.settings import changed
 from tests.unit.methods.adversary.toy import stand_in_run
 from tests.unit.models.plain_autoencoder import plain_forward
@@ -59,6 +59,13 @@ ADVERSARIES: dict[str, dict[str, Any]] = {
 }
 
 
+DIFFERENT = (
+    *("absolute embedding", "absolute coordinate", "per bucket", "shared", "relative coordinate", "bias, shared"),
+    *("bias, coordinate", "bias and values, value", "values, straight through"),
+)
+"""Adversaries that others are like."""
+
+
 def named(value: Any) -> str:
     return " ".join(map(str, value.values())) if isinstance(value, dict) else str(value)
 
@@ -79,7 +86,7 @@ def built(settings: dict[str, Any]) -> MaskedAutoencoder:
 
 @pytest.mark.parametrize("settings", MODELS.values(), ids=MODELS)
 def test_the_prediction(settings: dict[str, Any]) -> None:
-    model, batch = built(settings), crops()
+    model, batch = built(settings), crops(1)
     torch.testing.assert_close(model(*batch).prediction, plain_forward(model, batch), rtol=0, atol=1e-11)
 
 
@@ -97,7 +104,7 @@ def test_under_a_perturbation(settings: dict[str, Any], where: str) -> None:
     assert settings.get("scope") == "shared" or float((found - clean).detach().abs().max()) > 1e-3
 
 
-@pytest.mark.parametrize("settings", ADVERSARIES.values(), ids=ADVERSARIES)
+@pytest.mark.parametrize("settings", always(ADVERSARIES.values(), *map(ADVERSARIES.get, DIFFERENT)), ids=named)
 def test_gradients_at_perturbed_positions_and_the_ascent(settings: dict[str, Any]) -> None:
     """Gradients of weights and perturbation; then a step of the adversary, cut off at the ball's edge."""
     ascent = {"ascent": "sgd", "lr": 50.0, "eps": 2.0}
