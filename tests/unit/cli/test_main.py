@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -64,6 +65,13 @@ def test_help_and_the_document_list_every_exit_status(capsys: pytest.CaptureFixt
     assert [int(value) for value in re.findall(r"^\| (\d+) \|", table, re.MULTILINE)] == [*ExitStatus]
 
 
+def raiser(error: BaseException) -> Callable[[], int]:
+    def fails() -> int:
+        raise error
+
+    return fails
+
+
 @pytest.mark.parametrize(
     ("error", "status", "line"),
     [
@@ -82,20 +90,14 @@ def test_help_and_the_document_list_every_exit_status(capsys: pytest.CaptureFixt
 def test_how_an_error_ends_a_command(
     error: BaseException, status: int, line: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fails() -> int:
-        raise error
-
-    assert run(fails) == status
+    assert run(raiser(error)) == status
     assert line in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("error", [PermissionError(errno.EPERM, "no"), FileNotFoundError(errno.ENOENT, "no", "/a")])
 def test_an_error_that_no_path_explains_keeps_its_traceback(error: OSError) -> None:
-    def fails() -> int:
-        raise error
-
     with pytest.raises(OSError, match=error.strerror):
-        run(fails)
+        run(raiser(error))
 
 
 @pytest.mark.parametrize("command", always(["shard-text", "inspect"], "shard-text"))
@@ -284,11 +286,8 @@ def test_who_stops_reading_sees_no_traceback() -> None:
 
 
 def test_a_pipe_of_ours_that_breaks_is_not_hidden() -> None:
-    def fail() -> int:
-        raise BrokenPipeError("to a worker")
-
     with pytest.raises(BrokenPipeError, match="to a worker"):
-        cli.run(fail)
+        cli.run(raiser(BrokenPipeError("to a worker")))
 
 
 def test_rank_0_speaks_and_the_others_wait_for_it(
@@ -297,16 +296,13 @@ def test_rank_0_speaks_and_the_others_wait_for_it(
     waited: list[float] = []
     monkeypatch.setattr(time, "sleep", waited.append)
 
-    def refuse() -> int:
-        raise RefusedError("no such thing")
-
     for variables, waits in (({"RANK": "0"}, 0), ({"RANK": "1"}, 1), ({"SLURM_PROCID": "3"}, 1), ({}, 0)):
         for name in ("RANK", "SLURM_PROCID"):
             monkeypatch.delenv(name, raising=False)
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
         waited.clear()
-        assert cli.run(refuse) == 2
+        assert cli.run(raiser(RefusedError("no such thing"))) == 2
         assert len(waited) == waits
         assert capsys.readouterr().err == "error: no such thing\n"
 

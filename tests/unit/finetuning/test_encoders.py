@@ -42,16 +42,7 @@ BERT = {
     "intermediate_size": 8,
     "max_position_embeddings": 16,
 }
-
-
-MODERN_BERT = {
-    "model_type": "modernbert",
-    "num_hidden_layers": 4,
-    "hidden_size": 8,
-    "num_attention_heads": 1,
-    "intermediate_size": 8,
-    "max_position_embeddings": 16,
-}
+MODERN_BERT = {**BERT, "model_type": "modernbert", "num_hidden_layers": 4}
 
 
 def load_source(path: Path, grid: int = GRID, **downstream: Any) -> tuple[ImageEncoder, ClassificationTaskConfig]:

@@ -215,9 +215,7 @@ def test_workers_are_capped_and_change_nothing(
 
 
 @pytest.mark.exhaustive
-def test_what_learned_masks_share_is_the_capped_number(tmp_path: Path, started: list[int]) -> None:
-    samples = [sample(number, 40, 40) for number in range(60)]
-    data = write_images(tmp_path / "data", [samples], rows_per_block=2)
+def test_what_learned_masks_share_is_the_capped_number(data: Path, tmp_path: Path, started: list[int]) -> None:
     masks = {"multilevel__network": "patchwise", "multilevel__kind": "head", "multilevel__unroll": 1}
     argv = image_flags("mae_vit_b", data, tmp_path / "run", training__steps=1, data__workers=12, **masks)
     assert pretrain_here(argv) == 0

@@ -43,17 +43,8 @@ FLAGS = [word for name, value in SMALL.items() for word in (f"--{name}", str(val
 
 
 def train(image_dataset: Path, directory: Path, *flags: str) -> Path:
-    arguments = [
-        "--recipe",
-        "adpe_tiny",
-        "--data.path",
-        str(image_dataset),
-        "--run_dir",
-        str(directory),
-        *FLAGS,
-        *flags,
-    ]
-    assert pretrain_here(arguments) == 0
+    where = ["--data.path", str(image_dataset), "--run_dir", str(directory)]
+    assert pretrain_here(["--recipe", "adpe_tiny", *where, *FLAGS, *flags]) == 0
     return directory
 
 

@@ -85,12 +85,8 @@ def test_segmentation_learns_more_than_the_most_frequent_class(image_dataset: Pa
 
 @pytest.mark.exhaustive
 def test_depth_learns_more_than_its_mean(image_dataset: Path, tmp_path: Path) -> None:
-    assert (
-        cli.main(
-            ["finetune", *flags("depth", image_dataset, tmp_path / "run", **{**LEARNING, "downstream__epochs": 4})]
-        )
-        == 0
-    )
+    words = flags("depth", image_dataset, tmp_path / "run", **{**LEARNING, "downstream__epochs": 4})
+    assert cli.main(["finetune", *words]) == 0
     found = metrics_of(tmp_path / "run")
     assert found["delta_1"] > found["constant_delta_1"] + 0.1
 
