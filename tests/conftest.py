@@ -21,14 +21,14 @@ import pytest
 
 from tests.fixtures import small_image_dataset, small_text_dataset
 from tests.ranks import Ranks
-from tests.young_objects import look_through_young_objects, set_old_objects_aside
+from tests.shortcuts import set_old_objects_aside, take_shortcuts
 from trp_scale.distributed import stop
 
 # No example may fail for being slow: the machine decides that, not the code.
 hypothesis.settings.register_profile("untimed", deadline=None)
 hypothesis.settings.load_profile("untimed")
 
-look_through_young_objects()
+take_shortcuts()
 
 BUILDERS = ("pretraining.mm_mae", "pretraining.pos_bert", "finetuning.detection")
 preload = forkserver.set_forkserver_preload

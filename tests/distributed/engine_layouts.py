@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -64,6 +65,10 @@ def on_each_rank(two_ranks: Ranks, name: str, function: Callable[..., Any], *arg
     """What `function(layout, *arguments)` gives on two ranks; on one, in this process, for the plain engine."""
     layout = {**LAYOUTS, **SHARED_MOMENTS}[name]
     return [function(layout, *arguments)] if name == "plain" else two_ranks(function, layout, *arguments)
+
+
+on_each_rank_once = functools.cache(on_each_rank)
+"""The same, kept for other tests that look at it."""
 
 
 @contextmanager

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import gc
 import weakref
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.distributed.engine_layouts import AND_SHARED_MOMENTS, LAYOUTS, on_each_rank
+from tests.distributed.engine_layouts import AND_SHARED_MOMENTS, LAYOUTS, on_each_rank_once
 from tests.distributed.engine_probe import LR, CountsReductions, Probe, Reference
 from tests.grids import always
 from tests.ranks import Ranks
@@ -22,28 +23,153 @@ STATES = ("weight", "exp_avg", "exp_avg_sq")
 every_engine = pytest.mark.parametrize("name", [*always(LAYOUTS, "plain", "ddp", "fsdp", "zero3"), AND_SHARED_MOMENTS])
 
 
+@dataclass
+class Seen:
+    """What one rank saw of two engines, made one after the other, with the same two steps; and of one with dropout.
+
+    Attributes:
+        quiet, losses: state and losses of the first engine, which was closed in the middle of a window.
+        gone, restored: whether it is collected, and torch's linear, which ZeRO-3 replaces, in its place again.
+        reductions: reducing collectives in each backward pass of its first window.
+        weights, pieces: of the second engine at its start; pieces again, with empty moments, and after a step.
+        norms: of the gradients of windows that were skipped, and of what was left after each.
+        disturbed, its_losses: its state and losses, with skipped steps and passes without gradients before each step.
+        steps: its count of optimizer steps after all that happened to it.
+        looks, written, later: losses and weights after others were written into its pieces; weights a step later.
+        modes: losses of a batch under two generator states, with dropout, without, and with it again.
+    """
+
+    quiet: dict[str, Tensor] = field(default_factory=dict)
+    losses: list[float] = field(default_factory=list)
+    gone: bool = False
+    restored: bool = False
+    reductions: list[int] = field(default_factory=list)
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    pieces: list[Any] = field(default_factory=list)
+    norms: list[tuple[float, float]] = field(default_factory=list)
+    disturbed: dict[str, Tensor] = field(default_factory=dict)
+    its_losses: list[float] = field(default_factory=list)
+    steps: list[int] = field(default_factory=list)
+    looks: list[float] = field(default_factory=list)
+    written: dict[str, Tensor] = field(default_factory=dict)
+    later: dict[str, Tensor] = field(default_factory=dict)
+    modes: list[list[float]] = field(default_factory=list)
+
+
 def listed(probe: Probe) -> list[tuple[str, tuple[int, ...], Region, bool, tuple[str, ...]]]:
     return [(p.name, p.shape, p.region, p.owner, tuple(sorted(p.tensors))) for p in probe.engine.pieces()]
 
 
-def pieces_over_a_run(layout: Layout) -> list[Any]:
-    """pieces() at the start, again, with empty moments, and after a step."""
-    probe = Probe(layout)
-    found = [listed(probe), listed(probe)]
-    probe.engine.create_optimizer_state()
-    found.append(listed(probe))
-    probe.step(0)
-    found.append(listed(probe))
+def written_value(kind: str, name: str, shape: tuple[int, ...]) -> Tensor:
+    """Weights, or moments that could be, of a parameter; flat."""
+    values = initial_tensor(77, f"{kind}/{name}", shape, std=0.05).flatten()
+    return values.abs() if kind == "exp_avg_sq" else values
+
+
+def moved(probe: Probe, before: dict[str, Tensor]) -> list[str]:
+    after = probe.state()
+    return [key for key, value in before.items() if not torch.equal(after[key], value)]
+
+
+def skip(probe: Probe, number: int, factor: float = 1.0) -> tuple[float, float]:
+    """Norm of the gradient of a skipped window, and of what is left of it."""
+    return probe.skip(number, factor=factor), float(probe.engine.check_gradients())
+
+
+def disturb(probe: Probe) -> None:
+    """Skipped steps, and passes without gradients: nothing moves."""
+    before = probe.state()
+    skip(probe, 1)
+    assert skip(probe, 4, factor=float("nan"))[0] != 0.0
+    assert moved(probe, before) == [], "a skipped step"
+    probe.look(1)
+    probe.engine.train(False)
+    probe.look(4)
+    probe.engine.train(True)
+    assert moved(probe, before) == [], "a look"
+
+
+def after_two_steps(
+    layout: Layout, precision: str = "fp32", *, disturbed: bool = False
+) -> tuple[dict[str, Tensor], list[float]]:
+    """State and losses after steps on global batches 0 and 2."""
+    probe, losses = Probe(layout, training={"precision": precision}), []
+    for number in (0, 2):
+        if disturbed:
+            disturb(probe)
+        losses.append(probe.step(number))
+    state = probe.state()
     probe.engine.close()
-    return found
+    return state, losses
+
+
+def see_first(layout: Layout, seen: Seen) -> weakref.ref[Any]:
+    """The engine that is only stepped."""
+    probe = Probe(layout)
+    window = probe.window(0)
+    counts = probe.counts(window)
+    for place, micro in enumerate(window):
+        loss = (probe.objective(probe.engine, micro).sums / counts.clamp(min=1)).sum()
+        with CountsReductions() as reductions:
+            probe.engine.backward(loss, last=place == len(window) - 1)
+        seen.reductions.append(reductions.count)
+    probe.engine.check_gradients()
+    probe.engine.step(LR)
+    seen.losses = [probe.step(2)]
+    seen.quiet = probe.state()
+    probe.backward(3)
+    probe.engine.close()
+    return weakref.ref(probe.engine)
+
+
+def see_second(layout: Layout, seen: Seen) -> None:
+    """The engine to which more happens."""
+    probe = Probe(layout)
+    seen.weights, seen.pieces = probe.engine.full_weights(), [listed(probe), listed(probe)]
+    seen.norms = [skip(probe, 0), skip(probe, 3), skip(probe, 3, factor=100.0)]
+    probe.engine.create_optimizer_state()
+    seen.pieces.append(listed(probe))
+    for number in (0, 2):
+        seen.steps.append(probe.engine.optimizer_steps())
+        disturb(probe)
+        seen.its_losses.append(probe.step(number))
+        seen.steps.append(probe.engine.optimizer_steps())
+    seen.pieces.append(listed(probe))
+    seen.disturbed = probe.state()
+    for piece in probe.engine.pieces():
+        for kind, tensor in piece.tensors.items():
+            whole = written_value(kind, piece.name, piece.shape).view(piece.shape)
+            tensor.copy_(piece.region.of(whole).reshape(-1))
+    probe.engine.after_load(7)
+    seen.steps.append(probe.engine.optimizer_steps())
+    seen.looks, seen.written = probe.look(1), probe.engine.full_weights()
+    probe.step(1)
+    seen.steps.append(probe.engine.optimizer_steps())
+    seen.later = probe.engine.full_weights()
+    probe.engine.close()
+
+
+def see(layout: Layout) -> Seen:
+    seen = Seen()
+    first = see_first(layout, seen)
+    gc.collect()
+    seen.gone, seen.restored = first() is None, torch.nn.functional.linear is torch._C._nn.linear
+    see_second(layout, seen)
+    probe = Probe(layout, model={"dropout": 0.1})
+    for mode, seed in ((True, 1), (True, 2), (False, 1), (False, 2), (True, 1)):
+        probe.engine.train(mode)
+        torch.manual_seed(seed)
+        seen.modes.append(probe.look(0))
+    probe.engine.close()
+    return seen
 
 
 @every_engine
 def test_pieces_cover_every_element_once_in_one_order(two_ranks: Ranks, name: str) -> None:
-    answers = on_each_rank(two_ranks, name, pieces_over_a_run)
     shapes = {key: tuple(value.shape) for key, value in Reference().module.named_parameters()}
     covered = {key: torch.zeros(shape).flatten() for key, shape in shapes.items()}
-    for at_start, again, with_state, after_step in answers:
+    for seen in on_each_rank_once(two_ranks, name, see):
+        at_start, again, with_state, after_step = seen.pieces
         assert at_start == again
         assert with_state == after_step
         assert [piece[:4] for piece in at_start] == [piece[:4] for piece in after_step]
@@ -55,33 +181,8 @@ def test_pieces_cover_every_element_once_in_one_order(two_ranks: Ranks, name: st
         assert (times == 1).all(), f"{key}: elements owned {times.unique().tolist()} times"
 
 
-def written_value(kind: str, name: str, shape: tuple[int, ...]) -> Tensor:
-    """Weights, or moments that could be, of a parameter; flat."""
-    values = initial_tensor(77, f"{kind}/{name}", shape, std=0.05).flatten()
-    return values.abs() if kind == "exp_avg_sq" else values
-
-
-def write_and_look(layout: Layout) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor], list[int]]:
-    """After a step, write other weights and moments; returns losses, weights at once and after a step, step counts."""
-    probe = Probe(layout)
-    probe.look(0)
-    probe.step(0)
-    for piece in probe.engine.pieces():
-        for kind, tensor in piece.tensors.items():
-            whole = written_value(kind, piece.name, piece.shape).view(piece.shape)
-            tensor.copy_(piece.region.of(whole).reshape(-1))
-    probe.engine.after_load(7)
-    steps = [probe.engine.optimizer_steps()]
-    losses, weights = probe.look(1), probe.engine.full_weights()
-    probe.step(1)
-    later, steps = probe.engine.full_weights(), [*steps, probe.engine.optimizer_steps()]
-    probe.engine.close()
-    return losses, weights, later, steps
-
-
 @every_engine
 def test_what_is_written_into_pieces_is_what_the_next_forward_and_step_use(two_ranks: Ranks, name: str) -> None:
-    answers = on_each_rank(two_ranks, name, write_and_look)
     reference = Reference()
     parameters = dict(reference.module.named_parameters())
     optimizer = torch.optim.AdamW(
@@ -96,176 +197,71 @@ def test_what_is_written_into_pieces_is_what_the_next_forward_and_step_use(two_r
     losses, written = reference.look(1), {key: p.detach().clone() for key, p in parameters.items()}
     reference.gradients(1)
     optimizer.step()
-    for seen, _, _, steps in answers:
-        assert seen == pytest.approx(losses, rel=1e-5)
-        assert steps == [7, 8]
-    _, weights, later, _ = answers[0]
+    first, *others = on_each_rank_once(two_ranks, name, see)
+    for seen in (first, *others):
+        assert seen.looks == pytest.approx(losses, rel=1e-5)
     for key, value in written.items():
-        assert torch.equal(weights[key], value), key
-        moved = (parameters[key] - value).norm()
-        assert (later[key] - parameters[key]).norm() < 1e-4 * moved, key
-
-
-def gradient_norms(layout: Layout) -> list[float]:
-    probe = Probe(layout)
-    norms = [probe.skip(0), probe.skip(3), probe.skip(3, factor=100.0)]
-    probe.engine.close()
-    return norms
+        assert torch.equal(first.written[key], value), key
+        way = (parameters[key] - value).norm()
+        assert (first.later[key] - parameters[key]).norm() < 1e-4 * way, key
 
 
 @every_engine
-def test_the_gradient_s_norm_is_that_of_the_global_batch_on_all_ranks(two_ranks: Ranks, name: str) -> None:
-    answers = on_each_rank(two_ranks, name, gradient_norms)
+def test_the_gradient_s_norm_is_that_of_the_global_batch_on_all_ranks_and_a_skip_drops_it(
+    two_ranks: Ranks, name: str
+) -> None:
+    """Also where the next window would replace it: nobody may read it, and its memory is free until then."""
     reference = Reference()
     expected = [reference.gradient_norm(0), reference.gradient_norm(3), 100.0 * reference.gradient_norm(3)]
-    for norms in answers:
-        assert norms == answers[0]
-        assert norms == pytest.approx(expected, rel=1e-5)
-
-
-def after_two_steps(
-    layout: Layout, between: str, precision: str = "fp32"
-) -> tuple[dict[str, Tensor], list[float], int]:
-    """State after the steps on global batches 0 and 2, with nothing, skipped steps or looks before each."""
-    probe = Probe(layout, training={"precision": precision})
-    losses = []
-    for number in (0, 2):
-        before = probe.state()
-        if between == "skips":
-            probe.skip(1)
-            assert probe.skip(4, factor=float("nan")) != 0.0
-        elif between == "looks":
-            probe.look(1)
-            probe.engine.train(False)
-            probe.look(4)
-            probe.engine.train(True)
-        after = probe.state()
-        assert all(torch.equal(after[key], value) for key, value in before.items()), f"{between} moved something"
-        losses.append(probe.step(number))
-    state, steps = probe.state(), probe.engine.optimizer_steps()
-    probe.engine.close()
-    return state, losses, steps
+    first, *others = on_each_rank_once(two_ranks, name, see)
+    for seen in (first, *others):
+        assert seen.norms == first.norms
+        assert [norm for norm, _ in seen.norms] == pytest.approx(expected, rel=1e-5)
+        assert [left for _, left in seen.norms] == [0.0] * 3
 
 
 @every_engine
-def test_skipped_steps_and_passes_without_gradient_leave_no_trace(two_ranks: Ranks, name: str) -> None:
-    expected = on_each_rank(two_ranks, name, after_two_steps, "nothing")
-    for between in ("skips", "looks"):
-        answers = on_each_rank(two_ranks, name, after_two_steps, between)
-        for (state, losses, steps), (wanted, wanted_losses, _) in zip(answers, expected, strict=True):
-            assert losses == wanted_losses, between
-            assert steps == 2, between
-            assert state.keys() == wanted.keys()
-            differing = [key for key, value in wanted.items() if not torch.equal(state[key], value)]
-            assert differing == [], between
-
-
-def losses_by_mode(layout: Layout) -> list[list[float]]:
-    """The same global batch seen twice under different generator states: with dropout, without, with it again."""
-    probe = Probe(layout, model={"dropout": 0.1})
-    found = []
-    for mode, seed in ((True, 1), (True, 2), (False, 1), (False, 2), (True, 1)):
-        probe.engine.train(mode)
-        torch.manual_seed(seed)
-        found.append(probe.look(0))
-    probe.engine.close()
-    return found
+def test_skipped_steps_passes_without_gradient_and_an_engine_before_leave_no_trace(two_ranks: Ranks, name: str) -> None:
+    for seen in on_each_rank_once(two_ranks, name, see):
+        assert seen.its_losses[1:] == seen.losses
+        assert seen.disturbed.keys() == seen.quiet.keys()
+        assert [key for key, value in seen.quiet.items() if not torch.equal(seen.disturbed[key], value)] == []
+        assert seen.gone and seen.restored
 
 
 @every_engine
 def test_train_false_turns_dropout_off(two_ranks: Ranks, name: str) -> None:
     reference = Reference(dropout=0.1)
     reference.module.eval()
-    for first, other, off, still_off, again in on_each_rank(two_ranks, name, losses_by_mode):
+    for seen in on_each_rank_once(two_ranks, name, see):
+        first, other, off, still_off, again = seen.modes
         assert first != other
         assert off == still_off
         assert off == pytest.approx(reference.look(0), rel=1e-5)
         assert again == first
 
 
-def weights_at_start(layout: Layout) -> dict[str, Tensor]:
-    probe = Probe(layout)
-    weights = probe.engine.full_weights()
-    probe.engine.close()
-    return weights
-
-
 @every_engine
 def test_full_weights_are_whole_and_on_rank_0_only(two_ranks: Ranks, name: str) -> None:
-    first, *others = on_each_rank(two_ranks, name, weights_at_start)
+    first, *others = on_each_rank_once(two_ranks, name, see)
     expected = dict(Reference().module.named_parameters())
-    assert first.keys() == expected.keys()
+    assert first.weights.keys() == expected.keys()
     for key, value in expected.items():
-        assert first[key].dtype == torch.float32 and first[key].device.type == "cpu"
-        assert torch.equal(first[key], value), key
-    assert others == ([] if name == "plain" else [{}])
+        assert first.weights[key].dtype == torch.float32 and first.weights[key].device.type == "cpu"
+        assert torch.equal(first.weights[key], value), key
+    assert [seen.weights for seen in others] == ([] if name == "plain" else [{}])
 
 
-def reductions_by_backward(layout: Layout) -> tuple[list[int], float]:
-    """Reducing collectives in each backward pass of a window of two, and the norm of the gradient after it."""
-    probe = Probe(layout)
-    window = probe.window(0)
-    counts = probe.counts(window)
-    found = []
-    for place, micro in enumerate(window):
-        loss = (probe.objective(probe.engine, micro).sums / counts.clamp(min=1)).sum()
-        with CountsReductions() as reductions:
-            probe.engine.backward(loss, last=place == len(window) - 1)
-        found.append(reductions.count)
-    norm = float(probe.engine.check_gradients())
-    probe.engine.skip()
-    probe.engine.close()
-    return found, norm
-
-
-@pytest.mark.parametrize("name", ["ddp", "fsdp", "zero0", "zero1"])
+@pytest.mark.parametrize("name", always(["ddp", "fsdp", "zero0", "zero1"], "ddp", "fsdp"))
 def test_a_window_is_reduced_once_at_its_end(two_ranks: Ranks, name: str) -> None:
     """Not so at stages 2 and 3: a rank keeps its share of the gradient only, so each micro-batch is reduced."""
-    for (first, last), norm in on_each_rank(two_ranks, name, reductions_by_backward):
+    for seen in on_each_rank_once(two_ranks, name, see):
+        first, last = seen.reductions
         assert first == 0
         assert last > 0
-        assert norm == pytest.approx(Reference().gradient_norm(0), rel=1e-5)
-
-
-def counted(layout: Layout) -> list[int]:
-    probe = Probe(layout)
-    found = [probe.engine.optimizer_steps()]
-    for what in (probe.step, probe.skip, probe.step):
-        what(0)
-        found.append(probe.engine.optimizer_steps())
-    probe.engine.after_load(41)
-    probe.step(0)
-    found.append(probe.engine.optimizer_steps())
-    probe.engine.close()
-    return found
 
 
 @every_engine
 def test_optimizer_steps_are_those_applied(two_ranks: Ranks, name: str) -> None:
-    for found in on_each_rank(two_ranks, name, counted):
-        assert found == [0, 1, 1, 2, 42]
-
-
-def one_after_the_other(layout: Layout) -> tuple[list[list[float]], bool, bool]:
-    """Losses of three engines made in turn, the second closed in the middle of a window; is the first one gone, and
-    torch's linear, which ZeRO-3 replaces, in its place again?"""
-    found, gone = [], None
-    for number in range(3):
-        probe = Probe(layout)
-        if number == 0:
-            gone = weakref.ref(probe.engine)
-        found.append([probe.step(0), probe.step(1)])
-        if number == 1:
-            probe.backward(2)
-        probe.engine.close()
-        del probe
-    gc.collect()
-    assert gone is not None
-    return found, gone() is None, torch.nn.functional.linear is torch._C._nn.linear
-
-
-@every_engine
-def test_after_close_another_engine_can_be_made(two_ranks: Ranks, name: str) -> None:
-    for (first, second, third), gone, restored in on_each_rank(two_ranks, name, one_after_the_other):
-        assert first == second == third
-        assert gone and restored
+    for seen in on_each_rank_once(two_ranks, name, see):
+        assert seen.steps == [0, 1, 1, 2, 7, 8]

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.grids import always
 from tests.ranks import Ranks
 from tests.unit.data.images.stored import write_images
 from tests.unit.evaluation.test_evaluate import reddish, tuned_run
@@ -33,7 +34,7 @@ def odd(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_images(tmp_path_factory.mktemp("odd") / "data", [samples])
 
 
-@pytest.mark.parametrize("what", ["--data", "--robustness"])
+@pytest.mark.parametrize("what", always(["--data", "--robustness"], "--robustness"))
 def test_two_ranks_measure_what_one_does(two_ranks: Ranks, tuned: Path, odd: Path, tmp_path: Path, what: str) -> None:
     value = str(odd) if what == "--data" else f"sketch={odd}"
     words = ["evaluate", "--run", str(tuned), what, value, "--micro_size", "4", "--output"]

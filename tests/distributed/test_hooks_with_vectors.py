@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tests.distributed.engine_layouts import LAYOUTS, fp16_layout, fp16_on_a_cpu, on_each_rank
 from tests.distributed.test_checkpoint_engines import distance, write
+from tests.grids import always
 from tests.ranks import Ranks
 from tests.synthetic import Layout, RecordingTrainer, data_group, small_config, trainer_for
 from trp_scale.checkpoint.format import read_full_state
@@ -110,7 +111,7 @@ def fp16_squares(layout: Layout) -> tuple[float, float]:
         return noise["trace"], stats.grad_norm
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("stage", always([0, 2, 3], 2))
 def test_a_loss_scale_is_divided_out(two_ranks: Ranks, stage: int) -> None:
     reference, _ = hooked(Layout())
     reference.train_step()

@@ -62,7 +62,7 @@ def refusal(layout: Layout) -> str:
     return str(refused.value)
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", always(LAYOUTS, "plain", "ddp", "fsdp", "zero2"))
 def test_fp16_on_a_cpu_is_refused_by_each_engine(two_ranks: Ranks, name: str) -> None:
     for message in on_each_rank(two_ranks, name, refusal):
         assert "--training.precision fp16" in message and "GPU" in message and "bf16" in message

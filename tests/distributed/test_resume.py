@@ -135,9 +135,9 @@ def test_two_halves_are_the_whole_with_dropout(
         "balancer__estimate": estimate,
         **LAYOUTS[layout],
     }
-    two_ranks(pretrain_here, flags(text_dataset, tmp_path / "whole", training__steps=6, **changes))
-    two_ranks(pretrain_here, flags(text_dataset, tmp_path / "halves", training__steps=3, **changes))
-    two_ranks(pretrain_here, flags(text_dataset, tmp_path / "halves", training__steps=6, **changes))
+    two_ranks(pretrain_here, flags(text_dataset, tmp_path / "whole", training__steps=4, **changes))
+    two_ranks(pretrain_here, flags(text_dataset, tmp_path / "halves", training__steps=2, **changes))
+    two_ranks(pretrain_here, flags(text_dataset, tmp_path / "halves", training__steps=4, **changes))
     same_run(tmp_path / "halves", tmp_path / "whole")
 
 

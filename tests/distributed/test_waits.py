@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import product
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.grids import grid
+from tests.grids import always
 from tests.ranks import Ranks
 from tests.synthetic import Layout, RecordingTrainer, small_config, trainer_for
 from tests.synthetic_images import image_config, image_trainer
@@ -158,7 +159,15 @@ def waits(method: str, layout: Layout) -> list[str]:
     return [each for each in found if not any(host in each for host in ON_THE_HOST)]
 
 
-@pytest.mark.parametrize(("method", "engine"), grid(METHODS, ENGINES))
+@pytest.mark.parametrize(
+    ("method", "engine"),
+    always(
+        product(METHODS, ENGINES),
+        *((method, "plain") for method in METHODS),
+        ("PoS-BERT, minimax exact", "ddp"),
+        ("MAE, minimax and adversary", "fsdp"),
+    ),
+)
 def test_a_step_waits_for_nothing_but_the_numbers_of_the_step_before(
     two_ranks: Ranks, method: str, engine: str
 ) -> None:

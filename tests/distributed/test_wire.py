@@ -10,6 +10,7 @@ from torch import nn
 
 from benchmarks.wire import CountsCollectives
 from tests.distributed.engine_layouts import LAYOUTS
+from tests.grids import always
 from tests.ranks import Ranks
 from tests.synthetic import Layout, small_config, trainer_for
 
@@ -38,14 +39,14 @@ def counted(layout: Layout, accumulation: int, training: dict[str, str]) -> tupl
     return sum(found.calls.values()), wire / max(parameters, 1)
 
 
-@pytest.mark.parametrize("name", MOST)
+@pytest.mark.parametrize("name", always(MOST, "ddp", "fsdp", "zero2", "zero3"))
 def test_no_more_travels_than_did(two_ranks: Ranks, name: str) -> None:
     for accumulation, (calls, wire) in zip((1, 4), MOST[name], strict=True):
         found = two_ranks(counted, LAYOUTS[name], accumulation, {})[0]
         assert found[0] <= calls and found[1] <= wire, (accumulation, found)
 
 
-@pytest.mark.parametrize("name", ["ddp", "fsdp"])
+@pytest.mark.parametrize("name", always(["ddp", "fsdp"], "fsdp"))
 def test_bf16_weights_and_gradients_take_half(two_ranks: Ranks, name: str) -> None:
     for accumulation in (1, 4):
         calls, wire = two_ranks(counted, LAYOUTS[name], accumulation, {})[0]

@@ -5,13 +5,14 @@ from __future__ import annotations
 import ctypes
 import platform
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.grids import grid
+from tests.grids import always
 from tests.ranks import Ranks
 from tests.synthetic import TWO_RANKS, VOCABULARY, Layout, data_group, small_config
 from tests.synthetic_images import image_config
@@ -52,7 +53,13 @@ def engine_weights(name: str, layout: Layout) -> dict[str, Tensor]:
     return weights
 
 
-@pytest.mark.parametrize(("layout", "name"), grid(["plain", *TWO_RANKS], MODELS))
+@pytest.mark.parametrize(
+    ("layout", "name"),
+    always(
+        product(["plain", *TWO_RANKS], MODELS),
+        *(("plain", "MAE"), ("ddp", "PoS-BERT"), ("fsdp", "MM-MAE"), ("zero2", "MAE"), ("zero3", "PoS-BERT")),
+    ),
+)
 def test_every_engine_fills_what_the_model_made_whole_has(two_ranks: Ranks, name: str, layout: str) -> None:
     if layout == "plain":
         found = engine_weights(name, Layout())

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import gzip
+import io
 import json
 from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
+import numpy as np
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from tests.faults.mutations import tar_repaired
-from tests.faults.readers import Case, Reader, Target, repaired, whole
-from tests.faults.run_files import _tensor_header, _with_tensor_header
+from tests.faults.readers import Case, Reader, Target, files_below, of_contents, tar_file, tensor_file
 from tests.unit.data.images.foreign_tars import encoded, three_tars
 from tests.unit.data.images.source_images import class_map, depth_map, jpeg, pixels, png
 from tests.unit.finetuning.detection.small_sets import coco_document, write_coco, write_voc
@@ -30,6 +30,7 @@ from trp_scale.finetuning.detection.batch import read_image
 from trp_scale.finetuning.glue.batch import load_tokenizer
 from trp_scale.finetuning.glue.folders import FORMATS, read_splits, read_tsv
 from trp_scale.pretraining.modalities import modalities
+from trp_scale.pretraining.modalities.base import MapFiles
 from trp_scale.pretraining.modalities.settings import DepthFileSettings
 from trp_scale.sharding.images.files import Loaded, UnusableError, list_tars
 from trp_scale.sharding.images.index_tars import MemberChoice, read_label, read_tar
@@ -79,28 +80,17 @@ def dataset_directory(directory: Path) -> Case:
 
     path = directory / "saved"
     datasets.Dataset.from_dict({"text": DOCUMENTS * 4}).save_to_disk(str(path))
-    targets = [
-        Target(path=each, kind="json" if each.suffix == ".json" else "bytes")
-        for each in sorted(path.iterdir())
-        if each.is_file()
-    ]
-    return Case(targets=targets, read=partial(_read_documents, path))
+    return Case(targets=files_below(path), read=partial(_read_documents, path))
 
 
 def glue_directory(directory: Path) -> Case:
     import datasets
 
     path = directory / "sst2"
-    rows = {"sentence": DOCUMENTS, "label": [0, 1, 0], "idx": [0, 1, 2]}
-    split = datasets.Dataset.from_dict(rows)
+    split = datasets.Dataset.from_dict({"sentence": DOCUMENTS, "label": [0, 1, 0], "idx": [0, 1, 2]})
     datasets.DatasetDict({"train": split, "validation": split}).save_to_disk(str(path))
-    targets = [
-        Target(path=each, kind="json" if each.suffix == ".json" else "bytes")
-        for each in sorted(path.rglob("*"))
-        if each.is_file()
-    ]
     wanted = {"train": ("train",), "": ("dev",)}
-    return Case(targets=targets, read=lambda: read_splits(path, FORMATS["sst2"], wanted))
+    return Case(targets=files_below(path), read=lambda: read_splits(path, FORMATS["sst2"], wanted))
 
 
 def tsv(directory: Path) -> Case:
@@ -115,36 +105,31 @@ def tsv(directory: Path) -> Case:
     return Case(targets=[Target(path=first, kind="text"), Target(path=second, kind="text")], read=read)
 
 
-def encode(directory: Path) -> Case:
-    """Images and maps of every kind that is sharded."""
+def images(*forms: str) -> dict[str, bytes]:
+    """A picture in each of these formats, by the format."""
     from PIL import Image
 
-    image = Image.fromarray(pixels())
-    forms = {"JPEG": jpeg(), **{form: encoded(image, form) for form in ("PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")}}
-    found = {name: kind.format for name, kind in modalities().items() if kind.format is not None}
-    from trp_scale.pretraining.modalities.base import MapFiles
+    return {form: encoded(Image.fromarray(pixels()), form) for form in forms}
 
+
+def encode(directory: Path) -> Case:
+    """Images and maps of every kind that is sharded."""
+    found = {name: kind.format for name, kind in modalities().items() if kind.format is not None}
     files = {
         form.suffix: MapFiles(name=name, format=form, description={})
         for name, form in found.items()
         if name in ("depth", "semseg")
     }
-    contents = {f"image.{form.lower()}": content for form, content in forms.items()}
+    contents = {"JPEG": jpeg(), **images("PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")}
     contents |= {"map.depth.png": png(depth_map()), "map.semseg.png": png(class_map())}
-    for name, content in contents.items():
-        (directory / name).write_bytes(content)
     settings = EncodeSettings(short_side=16, quality=0, max_pixels=1_000_000, maps=files)
 
-    def read() -> None:
-        changed = [name for name, content in contents.items() if (directory / name).read_bytes() != content]
-        for name in changed:
-            held = (directory / name).read_bytes()
-            if name.startswith("map."):
-                encode_sample(Loaded(image=jpeg(), maps={name.removeprefix("map."): held}), settings)
-            else:
-                encode_sample(Loaded(image=held), settings)
+    def read(name: str, content: bytes) -> None:
+        is_map = name.startswith("map.")
+        maps = {name.removeprefix("map."): content} if is_map else {}
+        encode_sample(Loaded(image=jpeg() if is_map else content, maps=maps), settings)
 
-    return Case(targets=[Target(path=directory / name, kind="bytes") for name in contents], read=read)
+    return of_contents(directory, contents, read)
 
 
 def label(directory: Path) -> Case:
@@ -162,20 +147,7 @@ def label(directory: Path) -> Case:
 def tar_listing(directory: Path) -> Case:
     """Tars of others that are sharded anew."""
     tar = three_tars(directory / "tars", each=2)[0]
-    targets = [
-        Target(path=tar, kind="bytes"),
-        Target(path=tar, kind="bytes", within=whole, joined=repaired(tar_repaired)),
-        Target(path=tar, kind="bytes", within=_first_header, joined=_with_first_header),
-    ]
-    return Case(targets=targets, read=lambda: list_tars([tar], ""))
-
-
-def _first_header(content: bytes) -> bytes:
-    return content[:512]
-
-
-def _with_first_header(header: bytes, content: bytes) -> bytes:
-    return tar_repaired(header[:512].ljust(512, b"\0") + content[512:])
+    return Case(targets=tar_file(tar), read=lambda: list_tars([tar], ""))
 
 
 def foreign_tar(directory: Path) -> Case:
@@ -187,12 +159,7 @@ def foreign_tar(directory: Path) -> Case:
         with tar.open("rb") as stream:
             read_tar(str(tar), stream, choice)
 
-    targets = [
-        Target(path=tar, kind="bytes"),
-        Target(path=tar, kind="bytes", within=whole, joined=repaired(tar_repaired)),
-        Target(path=tar, kind="bytes", within=_first_header, joined=_with_first_header),
-    ]
-    return Case(targets=targets, read=read)
+    return Case(targets=tar_file(tar), read=read)
 
 
 def tar_list(directory: Path) -> Case:
@@ -221,26 +188,11 @@ def voc(directory: Path) -> Case:
 
 
 def detection_image(directory: Path) -> Case:
-    from PIL import Image
-
-    image = Image.fromarray(pixels())
-    contents = {form: encoded(image, form) for form in ("PNG", "GIF", "WEBP", "JPEG")}
-    for form, content in contents.items():
-        (directory / form).write_bytes(content)
-
-    def read() -> None:
-        for form, content in contents.items():
-            if (directory / form).read_bytes() != content:
-                read_image(directory / form, (0, 0))
-
-    return Case(targets=[Target(path=directory / form, kind="bytes") for form in contents], read=read)
+    contents = images("PNG", "GIF", "WEBP", "JPEG")
+    return of_contents(directory, contents, lambda name, _: read_image(directory / name, (0, 0)))
 
 
 def depth_array(directory: Path) -> Case:
-    import io
-
-    import numpy as np
-
     stream, path = io.BytesIO(), directory / "depth.npy"
     np.save(stream, depth_map().astype(np.float32) / 1000, allow_pickle=False)
     path.write_bytes(stream.getvalue())
@@ -257,19 +209,8 @@ def depth_array(directory: Path) -> Case:
 
 
 def own_image(directory: Path) -> Case:
-    from PIL import Image
-
-    image = Image.fromarray(pixels())
-    contents = {form: encoded(image, form) for form in ("PNG", "WEBP", "JPEG")}
-    for form, content in contents.items():
-        (directory / form).write_bytes(content)
-
-    def read() -> None:
-        for form, content in contents.items():
-            if (directory / form).read_bytes() != content:
-                read_square(directory / form, 16, "bicubic")
-
-    return Case(targets=[Target(path=directory / form, kind="bytes") for form in contents], read=read)
+    contents = images("PNG", "WEBP", "JPEG")
+    return of_contents(directory, contents, lambda name, _: read_square(directory / name, 16, "bicubic"))
 
 
 def tokenizer(directory: Path) -> Case:
@@ -308,10 +249,8 @@ def given_torch_file(directory: Path) -> Case:
 def given_weights(directory: Path) -> Case:
     path = directory / "model.safetensors"
     save_file({"weight": torch.zeros(3, 4)}, path)
-    targets = [Target(path=path, kind="bytes")]
-    targets.append(Target(path=path, kind="json", within=_tensor_header, joined=_with_tensor_header))
     read = partial(give_weights, _Linear(), ModelConfig(weights=str(directory)), _take)
-    return Case(targets=targets, read=read)
+    return Case(targets=tensor_file(path), read=read)
 
 
 def hosts(directory: Path) -> Case:

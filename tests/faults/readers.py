@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from tests.faults.mutations import tar_repaired
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +67,60 @@ def of_content(path: Path, kind: str, content: bytes, read: Callable[[bytes], An
     """A reader of bytes in memory."""
     path.write_bytes(content)
     return Case(targets=[Target(path=path, kind=kind, **repairs)], read=lambda: read(path.read_bytes()))
+
+
+def of_contents(
+    directory: Path, contents: Mapping[str, bytes], read: Callable[[str, bytes], Any], *, mend: Any = None
+) -> Case:
+    """A reader of several files' bytes, by name, of which it is given the one that is damaged.
+
+    Args:
+        mend: makes the checksums of a damaged PNG fit again; such files are damaged with it and without.
+    """
+    targets = []
+    for name, content in contents.items():
+        (directory / name).write_bytes(content)
+        targets.append(Target(path=directory / name, kind="bytes"))
+        if mend is not None and content.startswith(b"\x89PNG"):
+            targets.append(Target(path=directory / name, kind="bytes", within=whole, joined=repaired(mend)))
+
+    def read_changed() -> None:
+        for name, content in contents.items():
+            if (found := (directory / name).read_bytes()) != content:
+                read(name, found)
+
+    return Case(targets=targets, read=read_changed)
+
+
+def files_below(path: Path) -> list[Target]:
+    """All files of a directory, JSON by its structure."""
+    files = sorted(each for each in path.rglob("*") if each.is_file())
+    return [Target(path=each, kind="json" if each.suffix == ".json" else "bytes") for each in files]
+
+
+def tensor_file(path: Path) -> list[Target]:
+    """A file of safetensors: its bytes, and its header, which is JSON."""
+
+    def header(content: bytes) -> bytes:
+        return content[8 : 8 + int.from_bytes(content[:8], "little")]
+
+    def with_header(found: bytes, content: bytes) -> bytes:
+        return len(found).to_bytes(8, "little") + found + content[8 + int.from_bytes(content[:8], "little") :]
+
+    return [Target(path=path, kind="bytes"), Target(path=path, kind="json", within=header, joined=with_header)]
+
+
+def tar_file(path: Path) -> list[Target]:
+    """A tar: its bytes, and with the checksums of its headers mended, its first one among them."""
+
+    def with_first(header: bytes, content: bytes) -> bytes:
+        return tar_repaired(header[:512].ljust(512, b"\0") + content[512:])
+
+    return [
+        Target(path=path, kind="bytes"),
+        Target(path=path, kind="bytes", within=whole, joined=repaired(tar_repaired)),
+        Target(path=path, kind="bytes", within=lambda content: content[:512], joined=with_first),
+    ]
 
 
 def repaired(mend: Callable[[bytes], bytes]) -> Callable[[bytes, bytes], bytes]:

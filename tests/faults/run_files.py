@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import BertConfig, BertModel, ViTMAEConfig, ViTMAEForPreTraining
 
-from tests.faults.readers import Case, Reader, Target
+from tests.faults.readers import Case, Reader, Target, tensor_file
 from tests.unit.checkpoint.fake_engine import FakeEngine, random_split, renew_digest, save_step, whole_state
 from trp_scale.checkpoint.document import CHUNK, DOCUMENT_NAME, HOOKS_NAME
 from trp_scale.checkpoint.manager import load
@@ -67,7 +67,8 @@ def checkpoint(run_dir: Path) -> Path:
 
 
 def _load(path: Path) -> None:
-    load(path, engine=FakeEngine.empty(0, random_split(1, 1), 99), group=ALONE)
+    engine = FakeEngine(0, random_split(1, 1, SHAPES), {"weight": whole_state(99, SHAPES)["weight"]})
+    load(path, engine=engine, group=ALONE)
 
 
 def ck_document(directory: Path) -> Case:
@@ -76,8 +77,7 @@ def ck_document(directory: Path) -> Case:
     def read() -> None:
         renew_digest(path / DOCUMENT_NAME)  # so that what reads it sees the damage
         incompleteness(path)
-        engine = FakeEngine(0, random_split(1, 1, SHAPES), {"weight": whole_state(99, SHAPES)["weight"]})
-        load(path, engine=engine, group=ALONE)
+        _load(path)
 
     return Case(targets=[Target(path=path / DOCUMENT_NAME, kind="json")], read=read)
 
@@ -99,22 +99,9 @@ def ck_safetensors(directory: Path) -> Case:
 
     def read() -> None:
         _mend_checksums(path)
-        engine = FakeEngine(0, random_split(1, 1, SHAPES), {"weight": whole_state(99, SHAPES)["weight"]})
-        load(path, engine=engine, group=ALONE)
+        _load(path)
 
-    targets = []
-    for name in ("rank-00000.safetensors", HOOKS_NAME):
-        targets.append(Target(path=path / name, kind="bytes"))
-        targets.append(Target(path=path / name, kind="json", within=_tensor_header, joined=_with_tensor_header))
-    return Case(targets=targets, read=read)
-
-
-def _tensor_header(content: bytes) -> bytes:
-    return content[8 : 8 + int.from_bytes(content[:8], "little")]
-
-
-def _with_tensor_header(header: bytes, content: bytes) -> bytes:
-    return len(header).to_bytes(8, "little") + header + content[8 + int.from_bytes(content[:8], "little") :]
+    return Case(targets=tensor_file(path / "rank-00000.safetensors") + tensor_file(path / HOOKS_NAME), read=read)
 
 
 def resume_select(directory: Path) -> Case:
@@ -300,15 +287,13 @@ def environment(directory: Path) -> Case:
 def features(directory: Path) -> Case:
     path = directory / "features.safetensors"
     save_file({"features": torch.zeros(3, 4), "labels": torch.zeros(3, dtype=torch.int64)}, path)
-    targets = [Target(path=path, kind="bytes")]
-    targets.append(Target(path=path, kind="json", within=_tensor_header, joined=_with_tensor_header))
 
     def read() -> None:
         found = read_features(path)
         if found is not None:
             found.take(np.zeros(len(found.features), dtype=np.bool_))
 
-    return Case(targets=targets, read=read)
+    return Case(targets=tensor_file(path), read=read)
 
 
 def of_encoder(write: Callable[[Path], None], config: Callable[[], FinetuneConfig]) -> Callable[[Path], Case]:
@@ -327,10 +312,8 @@ def of_encoder(write: Callable[[Path], None], config: Callable[[], FinetuneConfi
                 settings.crops.size = 2 * settings.vision.patch_size
                 source.image_weights(settings)
 
-        weights = place / "model.safetensors"
-        targets = 2 * [Target(path=place / "config.json", kind="json")] + [Target(path=weights, kind="bytes")]
-        targets.append(Target(path=weights, kind="json", within=_tensor_header, joined=_with_tensor_header))
-        return Case(targets=targets, read=read)
+        targets = 2 * [Target(path=place / "config.json", kind="json")]
+        return Case(targets=targets + tensor_file(place / "model.safetensors"), read=read)
 
     return make
 

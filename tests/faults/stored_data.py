@@ -14,7 +14,7 @@ import numpy as np
 from PIL import Image
 
 from tests.faults.mutations import index_repaired, png_repaired, tar_repaired
-from tests.faults.readers import Case, Reader, Target, of_content, repaired, whole
+from tests.faults.readers import Case, Reader, Target, of_content, of_contents, repaired, whole
 from tests.unit.data.images.foreign_tars import encoded, three_tars
 from tests.unit.data.images.multimodal import (
     first_window,
@@ -273,39 +273,15 @@ def other_formats(directory: Path) -> Case:
     """PNG, with its checksums mended, and WebP."""
     pixels = np.random.default_rng(0).integers(0, 256, (5, 6, 4), dtype=np.uint8)
     image = Image.fromarray(pixels).resize((48, 40))
-    (directory / "image.png").write_bytes(encoded(image, "PNG"))
-    (directory / "image.webp").write_bytes(encoded(image.convert("RGB"), "WEBP"))
-    png_file, webp = directory / "image.png", directory / "image.webp"
-    sound = {path: path.read_bytes() for path in (png_file, webp)}
-
-    def read() -> None:
-        for path, content in sound.items():
-            if (found := path.read_bytes()) != content:
-                decode_image(bytearray(found))
-
-    targets = [Target(path=png_file, kind="bytes", within=whole, joined=repaired(png_repaired))]
-    return Case(targets=[*targets, Target(path=png_file, kind="bytes"), Target(path=webp, kind="bytes")], read=read)
+    contents = {"image.png": encoded(image, "PNG"), "image.webp": encoded(image.convert("RGB"), "WEBP")}
+    return of_contents(directory, contents, lambda _, found: decode_image(bytearray(found)), mend=png_repaired)
 
 
 def png_map(directory: Path) -> Case:
     size, forms = (20, 30), map_formats()
     stored = {name: png(numbers) for name, numbers in zip(("depth", "semseg"), maps(*size, seed=0), strict=True)}
     stored["normals"] = write_png(np.random.default_rng(0).integers(0, 1 << 16, (*size, 3)).astype(np.uint16))
-    targets = []
-    for name, content in stored.items():
-        path = directory / f"{name}.png"
-        path.write_bytes(content)
-        targets += [
-            Target(path=path, kind="bytes"),
-            Target(path=path, kind="bytes", within=whole, joined=repaired(png_repaired)),
-        ]
-
-    def read() -> None:
-        for name, content in stored.items():
-            if (found := (directory / f"{name}.png").read_bytes()) != content:
-                forms[name].decode(found, size)
-
-    return Case(targets=targets, read=read)
+    return of_contents(directory, stored, lambda name, found: forms[name].decode(found, size), mend=png_repaired)
 
 
 def npy_member(directory: Path) -> Case:

@@ -177,7 +177,7 @@ def test_between_steps_each_element_counts_once_and_forwards_read_what_was_writt
     assert moved == pytest.approx(double.moved(gradient, 0.05 / norm).look(3), rel=1e-5)
 
 
-PATH = [Layout(), TWO_BY_TWO, COPIES["hpZ"], hybrid(1, micro_size=1), Layout()]
+PATH = [Layout(), TWO_BY_TWO, COPIES["hpZ"], Layout()]
 """One rank or four."""
 
 

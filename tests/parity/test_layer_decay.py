@@ -112,7 +112,7 @@ def test_accumulation_does_not_change_the_weights() -> None:
 
 @pytest.mark.parametrize(
     ("layout", "pooling"),
-    always(product(TWO_RANKS, ["mean", "class"]), ("fsdp", "class"), ("zero3", "mean")),
+    always(product(TWO_RANKS, ["mean", "class"]), ("fsdp", "class"), ("zero2", "mean")),
 )
 def test_two_ranks_give_the_weights_of_one(two_ranks: Ranks, layout: str, pooling: str) -> None:
     ours = two_ranks(tuned, TWO_RANKS[layout], ADAMW, pooling=pooling, learned_positions=True)[0]

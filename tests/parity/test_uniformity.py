@@ -57,7 +57,7 @@ def reference(company: str) -> AdversarialResult:
     ("company", "layout"),
     always(
         CASES,
-        *(("alone", layout) for layout in ("accumulation 1", "ddp", "fsdp", "zero2", "zero3")),
+        *(("alone", layout) for layout in ("accumulation 1", "fsdp", "zero2")),
         ("positions", "accumulation 1"),
         ("pixels", "fsdp"),
     ),

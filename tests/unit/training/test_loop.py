@@ -127,7 +127,7 @@ class Watched:
 @pytest.fixture
 def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
     monkeypatch.setattr(loop, "COLLECT_EVERY", EVERY)
-    monkeypatch.setattr(loop, "gc", gc)  # tests/young_objects.py
+    monkeypatch.setattr(loop, "gc", gc)  # tests/shortcuts.py
     thresholds = gc.get_threshold()
     found = Watched(monkeypatch)
     gc.callbacks.append(found.noted)
