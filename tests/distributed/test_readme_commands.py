@@ -17,7 +17,6 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 from PIL import Image
 
@@ -25,11 +24,8 @@ from tests.commands import PRETRAIN, ROOT, Command, script_place
 from tests.documents.pages import read
 from tests.ranks import Ranks, free_port
 from tests.readme import COMMANDS
-from tests.runs import environment
-from tests.small_commands import LONGER, STEPS, made_small, run_here
-from tests.unit.finetuning.glue.small_data import write_glue
-from tests.unit.sharding.pseudo_labels.tiny_models import dpt_depth, mask2former
-from trp_scale.sharding.text.corpus import embedded_documents
+from tests.runs import environment, lines
+from tests.small_commands import LONGER, STEPS, made_small, run_here, write_inputs
 
 PATCHED = {"TRP_SCALE_PROGRESS": "plain", "COLUMNS": "400", "WANDB_SILENT": "true"}
 """Plain lines, no path broken across them."""
@@ -104,29 +100,14 @@ def run(command: Command, books: Path, two_ranks: Ranks) -> tuple[int, str]:
 
 @pytest.fixture(scope="module")
 def place(text_dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A checkout to stand in: the scripts, the built-in corpus (a small one), some books in text files, an image folder
-    of two classes, and small models in directories named as those of the hub."""
-    directory = tmp_path_factory.mktemp("readme")
-    for name in ("launch", "ds_configs"):
-        (directory / name).symlink_to(ROOT / name)
+    """A checkout to stand in: the scripts, the built-in corpus (a small one), and what a reader has."""
+    directory = write_inputs(tmp_path_factory.mktemp("readme"))
     (directory / "data").mkdir()
     (directory / "data" / "embedded").symlink_to(text_dataset)
-    (directory / "books").mkdir()
-    for number, (_, text) in zip(range(30), embedded_documents(), strict=False):
-        (directory / "books" / f"{number}.txt").write_text(text[:4000], encoding="utf-8")
-    (directory / "my_texts").symlink_to(directory / "books")
-    write_glue(directory / "glue")
-    for number in range(32):
-        split = "train" if number < 24 else "val"
-        path = directory / "imagenet" / split / f"class{number % 2}" / f"{number}.jpg"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        noise = np.random.default_rng(number).integers(0, 256, (40, 60, 3), dtype=np.uint8)
-        Image.fromarray(noise).resize((180, 120)).save(path)
-    (directory / "my_images").mkdir()
-    for name, split in (("test", "val"), ("train", "train")):
-        (directory / "my_images" / name).symlink_to(directory / "imagenet" / split)
-    dpt_depth(directory / "Intel" / "dpt-large")
-    mask2former(directory / "facebook" / "mask2former-swin-small-coco-panoptic")
+    (directory / "books").symlink_to("my_texts")
+    (directory / "imagenet").mkdir()
+    for name, split in (("val", "test"), ("train", "train")):
+        (directory / "imagenet" / name).symlink_to(directory / "my_images" / split)
     before = Path.cwd()
     os.chdir(directory)
     yield directory
@@ -178,17 +159,15 @@ def test_launchers_give_two_ranks_and_the_engine_that_was_asked_for(
 
 
 def test_the_same_run_directory_goes_on(results: dict[Command, tuple[int, str]], place: Path) -> None:
-    metrics = (place / "runs" / "tiny" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    assert [json.loads(line)["step"] for line in metrics] == list(range(1, STEPS + LONGER + 1))
+    assert [line["step"] for line in lines(place / "runs" / "tiny")] == list(range(1, STEPS + LONGER + 1))
     status, reported = run_here(["trp-scale", "report", "--run", str(place / "runs" / "tiny")])
     assert status == 0 and f"steps {STEPS + LONGER} (finished)" in reported
 
 
 def test_balancers_and_loggers_are_those_of_the_command(results: dict[Command, tuple[int, str]], place: Path) -> None:
-    line = json.loads((the_run(results, place, "kind uniform") / "metrics.jsonl").read_text().splitlines()[-1])
-    assert line["balancer"]["kind"] == "uniform"
-    line = json.loads((the_run(results, place, "alpha 4") / "metrics.jsonl").read_text().splitlines()[-1])
-    assert (line["balancer"]["alpha"], line["balancer"]["estimate"]) == (4.0, "lagged")
+    assert lines(the_run(results, place, "kind uniform"))[-1]["balancer"]["kind"] == "uniform"
+    balancer = lines(the_run(results, place, "alpha 4"))[-1]["balancer"]
+    assert (balancer["alpha"], balancer["estimate"]) == (4.0, "lagged")
     logged = the_run(results, place, "--logging.wandb")
     assert list(logged.glob("wandb/offline-run-*")) and list(logged.glob("tensorboard/events*"))
 
@@ -235,10 +214,8 @@ def test_timm_loads_what_was_exported(
 
 
 def test_the_adversary_is_in_the_log_and_in_the_pictures(results: dict[Command, tuple[int, str]], place: Path) -> None:
-    line = json.loads((place / "runs" / "adpe" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[-1])
-    assert line["adversary"]["kind"] == "relative_coordinate"
-    clean = the_run(results, place, "--adversary.kind none")
-    assert "adversary" not in json.loads((clean / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[-1])
+    assert lines(place / "runs" / "adpe")[-1]["adversary"]["kind"] == "relative_coordinate"
+    assert "adversary" not in lines(the_run(results, place, "--adversary.kind none"))[-1]
     for name in ("reconstructions.png", "positions.png"):
         with Image.open(place / "pictures" / "adpe" / name) as picture:
             assert picture.format == "PNG"
@@ -249,8 +226,7 @@ def test_masks_are_learned_and_drawn_and_a_test_set_is_marked(
     results: dict[Command, tuple[int, str]], place: Path
 ) -> None:
     for name in ("masks", "continued", "all"):
-        line = json.loads((place / "runs" / name / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[-1])
-        assert line["multilevel"]["lessons"] == 1, name
+        assert lines(place / "runs" / name)[-1]["multilevel"]["lessons"] == 1, name
     with Image.open(place / "pictures" / "masks" / "masks.png") as picture:
         assert len(picture.convert("RGB").getcolors(1 << 24)) > 10
     marked = json.loads((place / "data" / "imagenet_test" / "dataset.json").read_text(encoding="utf-8"))

@@ -21,7 +21,7 @@ from trp_scale.methods.learned_masks.hook import LearnedMasks
 
 PAGE = "run_directory.md"
 TEXT = {"validation__every": 2, "training__steps": 2, "optimizer__warmup_steps": 1}
-IMAGES = {"training__steps": 4, "optimizer__warmup_steps": 1}
+IMAGES = {"training__steps": 2, "optimizer__warmup_steps": 1}
 MASKS = {"multilevel__hidden_size": 8, "multilevel__unroll": 1, "crops__size": 32}
 BY_TASK = {"tasks", "scaled", "shares", "task_weights", "gradient_norms", "targets", "training_rates", "log_variances"}
 BY_TASK |= {"ratios", "logits"}

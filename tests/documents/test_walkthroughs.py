@@ -13,17 +13,12 @@ from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
-from PIL import Image
 
-from tests.commands import ROOT, Command
+from tests.commands import Command
 from tests.documents.pages import WALKTHROUGHS, Block, blocks, pages, read
 from tests.grids import always
-from tests.small_commands import made_small, run_here
-from tests.unit.finetuning.glue.small_data import write_glue
-from tests.unit.sharding.pseudo_labels.tiny_models import dpt_depth, mask2former
+from tests.small_commands import made_small, run_here, write_inputs
 from trp_scale.sharding.text import shard
 from trp_scale.sharding.text.corpus import embedded_documents
 
@@ -32,54 +27,6 @@ IN_EVERY_RUN = ("own_text.md", "own_images.md", "own_modalities.md", "coming_fro
 """The others are like them."""
 LANGUAGES = ("bash", "python")
 """Of blocks that are run or say why not; others are shown: what is printed, trees of files, recipes."""
-
-
-def write_texts(directory: Path, first: int) -> None:
-    """Twenty short English texts."""
-    directory.mkdir(parents=True)
-    for number, (_, text) in enumerate(islice(embedded_documents(), first, first + 20)):
-        (directory / f"{first + number}.txt").write_text(text[:3000], encoding="utf-8")
-
-
-def write_image(path: Path, seed: int) -> None:
-    """A picture of coloured patches, as PNG or JPEG by its name."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    patches = np.random.default_rng(seed).integers(0, 256, (5, 6, 3), dtype=np.uint8)
-    Image.fromarray(patches).resize((96, 80), Image.Resampling.BICUBIC).save(path)
-
-
-def write_images(directory: Path) -> None:
-    """Two classes, 32 images to learn from and 16 to test on."""
-    for number in range(48):
-        split = "train" if number < 32 else "test"
-        write_image(directory / split / f"class{number % 2}" / f"{number}.jpg", number)
-
-
-def write_rooms(directory: Path) -> None:
-    """Images with depth in millimetres and three classes of pixels, and the names of these beside them."""
-    for number in range(48):
-        name, random = f"{number:04d}", np.random.default_rng(number)
-        write_image(directory / "rgb" / f"{name}.jpg", number)
-        coarse = random.integers(1, 4, (8, 12), dtype=np.uint8)
-        for folder, values in (("depth", coarse.astype(np.uint16) * 900), ("semseg", coarse - 1)):
-            path = directory / folder / f"{name}.png"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            Image.fromarray(values.repeat(10, 0)[:80].repeat(8, 1)).save(path)
-    (directory.parent / "classes.txt").write_text("floor\nwall\nchair\n", encoding="utf-8")
-
-
-def write_inputs(directory: Path) -> None:
-    """What the pages say that a reader has: text, images, maps, GLUE, models in directories named as on the hub."""
-    write_texts(directory / "my_texts", 0)
-    write_texts(directory / "other_texts", 20)
-    for number, source in enumerate(("books", "news", "notes")):
-        write_texts(directory / "my_sources" / source, 20 * number)
-    write_images(directory / "my_images")
-    write_rooms(directory / "rooms")
-    write_glue(directory / "glue")
-    dpt_depth(directory / "Intel" / "dpt-large")
-    mask2former(directory / "facebook" / "mask2former-swin-small-coco-panoptic")
-    torch.save({"model": {"global_tokens": torch.zeros(1, 1, 8)}}, directory / "multimae.pth")
 
 
 def run_python(text: str) -> tuple[int, str]:
@@ -110,12 +57,7 @@ def run(block: Block) -> Iterator[tuple[str, int, str]]:
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What a reader has."""
-    directory = tmp_path_factory.mktemp("inputs")
-    write_inputs(directory)
-    for name in ("launch", "ds_configs"):
-        (directory / name).symlink_to(ROOT / name)
-    return directory
+    return write_inputs(tmp_path_factory.mktemp("inputs"))
 
 
 @pytest.fixture(scope="module", params=always(WALKTHROUGHS, *IN_EVERY_RUN))
