@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests.settings import changed
 from trp_scale.config import BatchConfig, Config, OptimizerConfig, PretrainConfig, PretrainTrainingConfig
 from trp_scale.config.registry import make_settings
-from trp_scale.core.batch import Batch, StepStats
+from trp_scale.core.batch import Batch, StepStats, TaskLosses
 from trp_scale.core.engine import Engine
-from trp_scale.core.hooks import StepContext, build_hooks
+from trp_scale.core.hooks import Hook, StepContext, build_hooks
 from trp_scale.core.run import RunContext
 from trp_scale.data.text.dataset import GROUPS
 from trp_scale.distributed.groups import Group
@@ -97,7 +98,6 @@ class SyntheticSource:
     group: Group
     absent: Callable[[int], tuple[int, ...]] = lambda step: ()
     cursor: int = 0
-    spoil: Callable[[int, int], bool] = lambda step, rank: False
     packed: bool = False
 
     def next_window(self) -> list[Batch]:
@@ -173,16 +173,27 @@ def data_group(config: Config | None = None) -> Group:
     return Group("data")
 
 
+def engine_of(
+    layout: Layout, module: nn.Module, config: Config, group: Group, build: Callable[..., Engine] = build_engine
+) -> Engine:
+    """A model in the engine of a layout."""
+    document = {"zero_optimization": {"stage": layout.stage}, **deepcopy(layout.document)}
+    return build(
+        layout.engine,
+        module,
+        config,
+        device=torch.device("cpu"),
+        data_group=group,
+        ds_document=None if layout.stage is None else document,
+    )
+
+
 def make_engine(layout: Layout, config: Config, group: Group) -> tuple[Engine, PosMaskedLanguageModelling]:
     """The engine of a layout with the small model in it, made as a run makes it."""
     module = build_with_initialisers(
         lambda: MODELS[config.model.kind](config.model, vocab_size=VOCABULARY, seed=config.training.seed)
     )
-    document = {"zero_optimization": {"stage": layout.stage}, **layout.document} if layout.stage is not None else None
-    engine = build_engine(
-        layout.engine, module, config, device=torch.device("cpu"), data_group=group, ds_document=document
-    )
-    return engine, make_objective(config, GROUPS)
+    return engine_of(layout, module, config, group), make_objective(config, GROUPS)
 
 
 @dataclass(kw_only=True)
@@ -197,6 +208,35 @@ class Result:
 
 class RecordingTrainer(Trainer):
     """Keeps the stats of every step; whoever asks for them waits."""
+
+    @classmethod
+    def over(cls, run: RunContext, source: Any, others: Sequence[Hook] = ()) -> RecordingTrainer:
+        """A trainer of a run over a source, whose messages nobody hears; `others` are hooks beside the balancer."""
+        return cls(
+            run_context=run,
+            hooks=build_hooks(run, others) if others else build_hooks(run),
+            source=source,
+            observer=SilentObserver(),  # type: ignore[arg-type]
+            agreement=StepAgreement(data_group(), 0, copies=run.config.megatron.tensor_parallel),
+        )
+
+    def spoil(self, change: Callable[[TaskLosses], TaskLosses]) -> None:
+        """Have every pass find other losses."""
+        objective = self.objective
+        functions = {
+            "__call__": lambda _, forward, batch: change(objective(forward, batch)),
+            "__getattr__": lambda _, name: getattr(objective, name),
+        }
+        self.run_context = replace(self.run_context, objective=type("Spoilt", (), functions)())
+
+    def result(self, renamed: Callable[[dict[str, Tensor]], dict[str, Tensor]] = lambda weights: weights) -> Result:
+        """Train to the end and close the engine; what came of it, with weights by other names."""
+        initial = self.engine.full_weights()
+        self.run()
+        weights = self.engine.full_weights()
+        self.engine.close()
+        moved = any(not torch.equal(weights[name], initial[name]) for name in weights)
+        return Result(weights=renamed(weights), initial=renamed(initial), steps=self.history, moved=moved)
 
     @property
     def history(self) -> list[StepStats]:
@@ -213,13 +253,7 @@ def trainer_for(layout: Layout, config: Config, **source: Any) -> RecordingTrain
     group = data_group(config)
     engine, objective = make_engine(layout, config, group)
     run = RunContext(config=config, objective=objective, engine=engine)
-    return RecordingTrainer(
-        run_context=run,
-        hooks=build_hooks(run),
-        source=SyntheticSource(config, group, **source),  # type: ignore[arg-type]
-        observer=SilentObserver(),  # type: ignore[arg-type]
-        agreement=StepAgreement(data_group(), 0, copies=config.megatron.tensor_parallel),
-    )
+    return RecordingTrainer.over(run, SyntheticSource(config, group, **source))
 
 
 def run(
@@ -229,11 +263,4 @@ def run(
     packed: bool = False,
 ) -> Result:
     """Train the small model; call on all ranks."""
-    config = small_config(layout, **changes)
-    trainer = trainer_for(layout, config, absent=absent, packed=packed)
-    initial = trainer.engine.full_weights()
-    trainer.run()
-    weights = trainer.engine.full_weights()
-    trainer.engine.close()
-    moved = any(not torch.equal(weights[name], initial[name]) for name in weights)
-    return Result(weights=weights, initial=initial, steps=trainer.history, moved=moved)
+    return trainer_for(layout, small_config(layout, **changes), absent=absent, packed=packed).result()

@@ -10,21 +10,19 @@ import torch
 from torch import Tensor
 
 from tests.settings import changed
-from tests.synthetic import Layout, RecordingTrainer, Result, SilentObserver, add_sources, data_group
+from tests.synthetic import Layout, RecordingTrainer, Result, add_sources, data_group, engine_of
 from trp_scale.config import BatchConfig, Config, ModelConfig, OptimizerConfig, PretrainTrainingConfig
 from trp_scale.config.images import CropsConfig, MaeMaskingConfig, MaeVisionConfig
 from trp_scale.config.registry import make_settings
 from trp_scale.core.batch import Batch, TaskLosses
 from trp_scale.core.engine import Engine
-from trp_scale.core.hooks import Hook, build_hooks, built
+from trp_scale.core.hooks import Hook, built
 from trp_scale.core.run import RunContext
 from trp_scale.distributed.groups import Group
-from trp_scale.engines.build import build_engine
 from trp_scale.pretraining.mae.model import MaskedAutoencoder
 from trp_scale.pretraining.mae.settings import MaeConfig
 from trp_scale.pretraining.mae.upstream import MaskedPatchReconstruction, Uniformity, UniformPatchReconstruction
 from trp_scale.pretraining.tasks import source_names
-from trp_scale.training.decisions import StepAgreement
 
 CROPS, SIDE, PATCH = 2, 16, 4
 PATCHES = (SIDE // PATCH) ** 2
@@ -115,15 +113,7 @@ def image_config(layout: Layout, **changes: Any) -> Config:
 
 def make_image_engine(layout: Layout, config: Config, group: Group) -> Engine:
     """The engine of a layout with the small model in it."""
-    document = {"zero_optimization": {"stage": layout.stage}, **layout.document} if layout.stage is not None else None
-    return build_engine(
-        layout.engine,
-        MaskedAutoencoder(config),
-        config,
-        device=torch.device("cpu"),
-        data_group=group,
-        ds_document=document,
-    )
+    return engine_of(layout, MaskedAutoencoder(config), config, group)
 
 
 def image_trainer(layout: Layout, config: Config, *, halves: bool = False) -> tuple[RecordingTrainer, Any]:
@@ -138,14 +128,7 @@ def image_trainer(layout: Layout, config: Config, *, halves: bool = False) -> tu
     others: list[Hook] = [hook for hook in (built(run, "multilevel"), adversary) if hook is not None]
     if isinstance(objective, UniformPatchReconstruction):
         others.append(Uniformity(objective))
-    trainer = RecordingTrainer(
-        run_context=run,
-        hooks=build_hooks(run, others),
-        source=SyntheticImages(config, group),
-        observer=SilentObserver(),  # type: ignore[arg-type]
-        agreement=StepAgreement(data_group(), 0, copies=config.megatron.tensor_parallel),
-    )
-    return trainer, adversary
+    return RecordingTrainer.over(run, SyntheticImages(config, group), others), adversary
 
 
 def by_projection(weights: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from tests.synthetic import Layout, RecordingTrainer, Result, SilentObserver, data_group
+from tests.synthetic import Layout, RecordingTrainer, Result, data_group, engine_of
 from tests.synthetic_images import PATCH, SyntheticImages, TwoHalves, batch, by_projection, image_config
 from trp_scale.config import Config
 from trp_scale.config.registry import find
 from trp_scale.core.batch import Batch
 from trp_scale.core.engine import Engine
-from trp_scale.core.hooks import Hook, build_hooks, built
+from trp_scale.core.hooks import Hook, built
 from trp_scale.core.run import RunContext
 from trp_scale.data.train_source import JoinedWindows
 from trp_scale.distributed.groups import Group
@@ -24,7 +23,6 @@ from trp_scale.methods.learned_masks.hook import LearnedMasks
 from trp_scale.methods.learned_masks.second_levels import JointObjective
 from trp_scale.pretraining.mae.model import MaskedAutoencoder
 from trp_scale.pretraining.mae.upstream import MaskedPatchReconstruction, Uniformity, UniformPatchReconstruction
-from trp_scale.training.decisions import StepAgreement
 
 CLASSES = 3
 D_TR, D_VAL = 1000, 2000
@@ -140,19 +138,12 @@ def masks_run(
 ) -> MasksRun:
     """A trainer over synthetic images with learned masks, and whatever else the settings name."""
     group = group or data_group(config)
-    document = {"zero_optimization": {"stage": layout.stage}, **layout.document} if layout.stage is not None else None
     networks: list[nn.Module] = []
 
     def make_engine(module: nn.Module, own: Config) -> Engine:
         networks.append(module.to(dtype))
-        return (build_second_engine if len(networks) > 1 else build_engine)(
-            layout.engine,
-            networks[-1],
-            own,
-            device=torch.device("cpu"),
-            data_group=group,
-            ds_document=copy.deepcopy(document),
-        )
+        build = build_second_engine if len(networks) > 1 else build_engine
+        return engine_of(layout, networks[-1], own, group, build)
 
     engine = make_engine(MaskedAutoencoder(config), config)
     objective: Any = (TwoHalves if halves else MaskedPatchReconstruction)(config.objective, PATCH)
@@ -177,13 +168,7 @@ def masks_run(
     hook = built(run, "multilevel")
     adversary = built(run, "adversary")
     others = [each for each in (hook, adversary, *last) if each is not None]
-    trainer = RecordingTrainer(
-        run_context=run,
-        hooks=build_hooks(run, others),
-        source=source,
-        observer=SilentObserver(),  # type: ignore[arg-type]
-        agreement=StepAgreement(data_group(), 0, copies=config.megatron.tensor_parallel),
-    )
+    trainer = RecordingTrainer.over(run, source, others)
     trainer.engine.train(True)
     return MasksRun(trainer=trainer, hook=hook, engine=engine, model=networks[0], networks=networks[1:])
 

@@ -11,24 +11,21 @@ import torch
 from torch import Tensor
 
 from tests.settings import changed
-from tests.synthetic import Layout, RecordingTrainer, Result, SilentObserver, add_sources, data_group
+from tests.synthetic import Layout, RecordingTrainer, Result, add_sources, data_group, engine_of
 from tests.synthetic_images import by_projection
 from trp_scale.config import BatchConfig, Config, ModelConfig, OptimizerConfig, PretrainTrainingConfig
 from trp_scale.config.images import CropConfig, DecodedVisionConfig
 from trp_scale.config.registry import make_settings
 from trp_scale.core.batch import Batch
 from trp_scale.core.engine import Engine
-from trp_scale.core.hooks import build_hooks
 from trp_scale.core.run import RunContext
 from trp_scale.distributed.groups import Group
-from trp_scale.engines.build import build_engine
 from trp_scale.models.patches import patchify
 from trp_scale.pretraining.mm_mae.model import MultimodalMaskedAutoencoder
 from trp_scale.pretraining.mm_mae.settings import MmMaeConfig, ModalitiesConfig
 from trp_scale.pretraining.mm_mae.upstream import MultimodalReconstruction
 from trp_scale.pretraining.modalities.depth import NOT_MEASURED, standardise
 from trp_scale.pretraining.modalities.semseg import VOID
-from trp_scale.training.decisions import StepAgreement
 
 SIDE, PATCH, STRIDE = 16, 4, 2
 PATCHES = (SIDE // PATCH) ** 2
@@ -133,15 +130,7 @@ def modality_config(layout: Layout | None = None, **changes: Any) -> Config:
 
 def make_modality_engine(layout: Layout, config: Config, group: Group) -> Engine:
     """The engine of a layout with the small model in it."""
-    document = {"zero_optimization": {"stage": layout.stage}, **layout.document} if layout.stage is not None else None
-    return build_engine(
-        layout.engine,
-        MultimodalMaskedAutoencoder(config, {"semseg": CLASSES}),
-        config,
-        device=torch.device("cpu"),
-        data_group=group,
-        ds_document=document,
-    )
+    return engine_of(layout, MultimodalMaskedAutoencoder(config, {"semseg": CLASSES}), config, group)
 
 
 def modality_trainer(layout: Layout, config: Config, **source: Any) -> RecordingTrainer:
@@ -150,30 +139,14 @@ def modality_trainer(layout: Layout, config: Config, **source: Any) -> Recording
     engine = make_modality_engine(layout, config, group)
     objective = MultimodalReconstruction(config)
     run = RunContext(config=config, objective=objective, engine=engine)
-    return RecordingTrainer(
-        run_context=run,
-        hooks=build_hooks(run),
-        source=SyntheticModalities(config, group, **source),
-        observer=SilentObserver(),  # type: ignore[arg-type]
-        agreement=StepAgreement(data_group(), 0, copies=config.megatron.tensor_parallel),
-    )
+    return RecordingTrainer.over(run, SyntheticModalities(config, group, **source))
 
 
 def run_modalities(
     layout: Layout, changes: dict[str, Any], absent: Callable[[int], Absent] = lambda step: ()
 ) -> Result:
     """Train the small model; call on all ranks."""
-    trainer = modality_trainer(layout, modality_config(layout, **changes), absent=absent)
-    initial = trainer.engine.full_weights()
-    trainer.run()
-    weights = trainer.engine.full_weights()
-    trainer.engine.close()
-    return Result(
-        weights=by_parts(weights),
-        initial=by_parts(initial),
-        steps=trainer.history,
-        moved=any(not torch.equal(weights[name], initial[name]) for name in weights),
-    )
+    return modality_trainer(layout, modality_config(layout, **changes), absent=absent).result(by_parts)
 
 
 def by_parts(weights: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -3,6 +3,7 @@ of its levels is the run that was not."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -15,6 +16,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from tests.distributed.engine_layouts import ENGINE_FLAGS, ROOT
 from tests.distributed.launched import wait_for_steps
 from tests.faults.forked_ranks import Signal, run_ranks
 from tests.ranks import Ranks
@@ -105,20 +107,39 @@ def test_what_a_checkpoint_holds_of_three_levels(image_dataset: Path, tmp_path: 
     }
 
 
+OF_THE_FIRST = {
+    "gradient_clipping": 0.5,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "eps": 1e-2}},
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-3, "warmup_num_steps": 0}},
+}
+"""What a DeepSpeed file may say of the run's own optimizer; the masking network's is another."""
+LAYOUTS = ["plain", "zero3", "fsdp", "ddp", "zero2", "zero0", "zero3"]
+
+
 @pytest.mark.exhaustive
-def test_half_a_cycle_on_fsdp_and_the_rest_on_zero2(two_ranks: Ranks, image_dataset: Path, tmp_path: Path) -> None:
-    """Within invariant 1 of the run that stayed on one process."""
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    pretrain_here(flags(image_dataset, whole, **EXACT_ENOUGH))
-    two_ranks(pretrain_here, flags(image_dataset, parts, engine="fsdp", **{**EXACT_ENOUGH, "training__steps": 7}))
-    two_ranks(pretrain_here, flags(image_dataset, parts, ds_config="ds_configs/zero2.json", **EXACT_ENOUGH))
-    before, mine, theirs = stored(parts, 7), stored(parts), stored(whole)
-    assert mine.keys() == theirs.keys()
-    for name, value in theirs.items():
-        if name.endswith(("qkv.bias", "/step")):  # a third of it has no gradient but rounding's
-            continue
-        way = (value - before[name]).norm()
-        assert (mine[name] - value).norm() <= 1e-4 * way + 1e-5 * value.norm(), name
+def test_two_engines_that_change_at_every_checkpoint(two_ranks: Ranks, image_dataset: Path, tmp_path: Path) -> None:
+    """Within invariant 1 of the run that stayed on one process; the steps of a cycle are on several engines."""
+    whole, parts, last = tmp_path / "whole", tmp_path / "parts", 2 * len(LAYOUTS)
+    first = {"optimizer__lr": 1e-3, "optimizer__warmup_steps": 0, "optimizer__clipping": 0.5, "checkpoint__keep": 0}
+    changes = {**EXACT_ENOUGH, **first, "training__steps": last}
+    assert pretrain_here(flags(image_dataset, whole, checkpoint__every=2, **changes)) == 0
+    for number, layout in enumerate(LAYOUTS, 1):
+        engine = dict(ENGINE_FLAGS[layout])
+        if layout in ("zero2", "zero3"):
+            path = tmp_path / f"{layout}.json"
+            path.write_text(
+                json.dumps({**json.loads((ROOT / f"ds_configs/{layout}.json").read_text()), **OF_THE_FIRST})
+            )
+            engine = {"ds_config": str(path)}
+        words = flags(image_dataset, parts, **{**changes, "training__steps": 2 * number}, **engine)
+        assert set([pretrain_here(words)] if layout == "plain" else two_ranks(pretrain_here, words)) == {0}
+        mine, theirs, before = stored(parts, 2 * number), stored(whole, 2 * number), stored(whole, 2)
+        assert mine.keys() == theirs.keys()
+        for name, value in theirs.items():
+            if name.endswith(("qkv.bias", "/step")):  # a third of it has no gradient but rounding's
+                continue
+            way = (value - before[name]).norm()
+            assert (mine[name] - value).norm() <= 1e-4 * way + 1e-5 * value.norm(), (layout, name)
 
 
 all_methods = partial(

@@ -15,7 +15,7 @@ from tests.distributed.test_engine_contract import after_two_steps
 from tests.grids import always
 from tests.ranks import Ranks
 from tests.synthetic import TWO_RANKS, Layout, SyntheticSource, data_group, small_config, trainer_for
-from trp_scale.core.batch import Batch, TaskLosses
+from trp_scale.core.batch import TaskLosses
 
 LAYOUTS = {
     "plain": Layout(),
@@ -45,19 +45,14 @@ def spoilt_run(layout: Layout, what: str) -> tuple[list[bool], dict[str, float],
     """Four steps; the last rank spoils step SPOILT_STEP. Returns (applied by step, distances, optimizer steps)."""
     config = small_config(layout, training={"steps": 4, "max_skipped_steps": 10})
     trainer = trainer_for(layout, config)
-    objective = trainer.objective
     last = data_group().rank == data_group().size - 1
 
-    def spoil(forward: object, batch: Batch) -> TaskLosses:
-        losses = objective(forward, batch)  # type: ignore[arg-type]
+    def spoil(losses: TaskLosses) -> TaskLosses:
         if not (last and trainer.state.step == SPOILT_STEP):
             return losses
         return replace(losses, sums=losses.sums * torch.nan if what == "loss" else SpoilsOneGradient.apply(losses.sums))
 
-    spoilt = type(
-        "Spoilt", (), {"__call__": staticmethod(spoil), "__getattr__": lambda self, name: getattr(objective, name)}
-    )
-    trainer.run_context = replace(trainer.run_context, objective=spoilt())
+    trainer.spoil(spoil)
     before: dict[str, torch.Tensor] = {}
     distances: dict[str, float] = {}
     for step in range(config.training.steps):
@@ -96,18 +91,7 @@ def skipping_run(layout: Layout) -> tuple[str, int]:
     trainer = trainer_for(layout, config)
     saved: list[int] = []
     trainer.control.save = lambda: saved.append(trainer.state.step)
-    objective = trainer.objective
-    spoilt = type(
-        "Spoilt",
-        (),
-        {
-            "__call__": lambda self, forward, batch: replace(
-                losses := objective(forward, batch), sums=losses.sums * torch.nan
-            ),
-            "__getattr__": lambda self, name: getattr(objective, name),
-        },
-    )
-    trainer.run_context = replace(trainer.run_context, objective=spoilt())
+    trainer.spoil(lambda losses: replace(losses, sums=losses.sums * torch.nan))
     reason = trainer.run()
     trainer.engine.close()
     return reason, saved[-1]

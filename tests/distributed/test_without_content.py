@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from tests.grids import always
 from tests.ranks import Ranks
-from tests.synthetic import TWO_RANKS, VOCABULARY, Layout, data_group, small_config
+from tests.synthetic import TWO_RANKS, VOCABULARY, Layout, data_group, engine_of, small_config
 from tests.synthetic_images import image_config
 from tests.synthetic_modalities import CLASSES, modality_config
 from trp_scale.engines.build import build_engine
@@ -44,10 +44,7 @@ def engine_weights(name: str, layout: Layout) -> dict[str, Tensor]:
     config = image_config(layout) if name == "MAE" else small_config(layout)
     module = build_with_initialisers(lambda: model_of(name, layout))
     assert all(parameter.is_meta for parameter in module.parameters())
-    document = {"zero_optimization": {"stage": layout.stage}} if layout.stage is not None else None
-    engine = build_engine(
-        layout.engine, module, config, device=torch.device("cpu"), data_group=data_group(), ds_document=document
-    )
+    engine = engine_of(layout, module, config, data_group())
     weights = engine.full_weights()
     engine.close()
     return weights

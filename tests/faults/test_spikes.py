@@ -21,7 +21,7 @@ from trp_scale.checkpoint.document import read_document
 from trp_scale.checkpoint.format import read_full_state
 from trp_scale.checkpoint.run_directory import checkpoint_path, checkpoints
 from trp_scale.config import ReliabilityConfig
-from trp_scale.core.batch import Batch, TaskLosses
+from trp_scale.core.batch import Batch
 from trp_scale.training import decisions as spikes
 from trp_scale.training.decisions import SpikeWatch
 from trp_scale.training.loop import Trainer
@@ -29,22 +29,8 @@ from trp_scale.training.rundir import read_incidents
 
 LAYOUTS = {"plain": Layout(), **TWO_RANKS}
 SPOILT = 7
+"""Step, from 0."""
 SCORE = {"reliability__spike_score": 30.0}
-
-
-def spoil(trainer: Trainer, factor: float, rank: int) -> None:
-    """Multiply the losses of a rank in step SPOILT, from 0."""
-    objective = trainer.objective
-
-    def spoilt(forward: Any, batch: Batch) -> TaskLosses:
-        losses = objective(forward, batch)
-        here = trainer.state.step == SPOILT and data_group().rank == rank
-        return replace(losses, sums=losses.sums * factor) if here else losses
-
-    kind = type(
-        "Spoilt", (), {"__call__": staticmethod(spoilt), "__getattr__": lambda self, name: getattr(objective, name)}
-    )
-    trainer.run_context = replace(trainer.run_context, objective=kind())
 
 
 def run(layout: Layout, action: str) -> tuple[list[bool], float]:
@@ -58,7 +44,10 @@ def _run(layout: Layout, action: str) -> tuple[list[bool], float]:
     config = small_config(layout, training={"steps": 10}, reliability={"spikes": action})
     trainer = trainer_for(layout, config)
     trainer.spikes = SpikeWatch(config.reliability, trainer.objective.tasks)
-    spoil(trainer, 1000.0, data_group().size - 1)
+    last = data_group().rank == data_group().size - 1
+    trainer.spoil(
+        lambda found: replace(found, sums=found.sums * (1000.0 if last and trainer.state.step == SPOILT else 1))
+    )
     trainer.engine.train(True)
     moved = 0.0
     for step in range(10):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import pytest
 import torch
 
 from tests.synthetic import Result
@@ -47,4 +50,17 @@ def too_far(ours: Result, reference: Result, *, skip_key_biases: bool = True) ->
         f"{name}: {relative:.1e} of its norm, {travelled:.1e} of the distance travelled"
         for name, (relative, travelled) in found.items()
         if relative > RELATIVE or travelled > TRAVELLED
+    ]
+
+
+def steps_too_far(ours: Result, theirs: Result, *, exact: Sequence[str] = ("loss", "task_weights")) -> list[str]:
+    """The steps whose values differ by more than rounding, in words: 1e-5 of these values, 1e-4 of the gradient's norm,
+    whose squares are summed."""
+    assert len(ours.steps) == len(theirs.steps)
+    return [
+        f"{name} of step {step}"
+        for step, (mine, other) in enumerate(zip(ours.steps, theirs.steps, strict=True))
+        for name in (*exact, "grad_norm")
+        if getattr(mine, name)
+        != pytest.approx(getattr(other, name), rel=1e-4 if name == "grad_norm" else 1e-5, abs=1e-9)
     ]

@@ -43,12 +43,7 @@ def run(layout: Layout, balancing: str) -> tuple[Result, dict[str, Any]]:
     objective = {"other": "task", "next_sentence": "outside" if balancing in ("weights", "jd") else "inside"}
     sections = {"balancer": BALANCING[balancing], "objective": objective, "training": {"steps": STEPS}}
     trainer = trainer_for(layout, small_config(layout, **sections), absent=sometimes_absent)
-    initial = trainer.engine.full_weights()
-    trainer.run()
-    weights = trainer.engine.full_weights()
-    trainer.engine.close()
-    result = Result(weights=weights, initial=initial, steps=trainer.history, moved=True)
-    return result, trainer.hooks.balancer.state_dict()
+    return trainer.result(), trainer.hooks.balancer.state_dict()
 
 
 @lru_cache

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from tests.distributed.shard_probe import Double, ShardProbe, largest_difference
-from tests.distributed.test_checkpoint_engines import distance, go_on, states, step_path, uninterrupted
+from tests.distributed.test_checkpoint_engines import walk
 from tests.grids import always
-from tests.parity.compare import RELATIVE, TRAVELLED, too_far
+from tests.parity.compare import RELATIVE, TRAVELLED, steps_too_far, too_far
 from tests.parity.test_balancers import differences as balancer_differences
 from tests.parity.test_balancers import run as run_balancer
 from tests.parity.test_balancers import tensors
@@ -70,10 +70,7 @@ def test_two_copies_over_two_ranks_each_give_the_weights_of_one_rank(four_ranks:
     theirs = reference(name)
     assert theirs.moved
     assert too_far(ours[0], theirs) == []
-    for each in ours:
-        for step, (mine, other) in enumerate(zip(each.steps, theirs.steps, strict=True)):
-            assert mine.loss == pytest.approx(other.loss, rel=1e-5), step
-            assert mine.grad_norm == pytest.approx(other.grad_norm, rel=1e-4), step
+    assert [far for each in ours for far in steps_too_far(each, theirs)] == []
     if name == "adversary":
         vector, expected = ours[3].vector, theirs.vector  # type: ignore[attr-defined]
         apart = float((vector - expected).norm())
@@ -182,21 +179,7 @@ PATH = [Layout(), TWO_BY_TWO, COPIES["hpZ"], Layout()]
 
 
 def test_a_checkpoint_goes_to_other_layouts_and_back(four_ranks: Ranks, tmp_path: Path) -> None:
-    reference = tmp_path / "reference"
-    expected = uninterrupted(reference, len(PATH))
-    checkpoint: Path | None = None
-    for number, layout in enumerate(PATH):
-        step, echo = 2 * (number + 1), tmp_path / f"echo{number}"
-        arguments = (layout, checkpoint, tmp_path / "run", echo)
-        found = [go_on(*arguments)] if layout.engine == "plain" else four_ranks(go_on, *arguments)
-        if checkpoint is not None:
-            stored, again = states(checkpoint), states(step_path(echo, step - 2))
-            for state, tensors in stored.items():
-                assert all(torch.equal(tensor, again[state][name]) for name, tensor in tensors.items()), (number, state)
-        assert all(values == pytest.approx(expected[number], rel=1e-5) for values in found)
-        checkpoint = step_path(tmp_path / "run", step)
-        present, wanted = states(checkpoint), states(step_path(reference, step))
-        assert all(distance(present[state], wanted[state]) < 1e-5 for state in wanted), number
+    walk(PATH, tmp_path, four_ranks)
 
 
 def refusal(layout: Layout) -> str:

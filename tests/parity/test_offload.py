@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from functools import lru_cache
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -13,43 +11,27 @@ import pytest
 import torch
 from deepspeed.ops.op_builder import CPUAdamBuilder
 
-from tests.distributed.test_checkpoint_engines import distance, go_on, states, step_path, uninterrupted
+from tests.distributed.test_checkpoint_engines import walk
 from tests.grids import always
 from tests.parity.compare import too_far
+from tests.parity.test_hybrid_sharding import RUNS, reference
 from tests.parity.test_learned_masks import changes as mask_changes
 from tests.parity.test_learned_masks import differences as mask_differences
 from tests.parity.test_learned_masks import reference as mask_reference
 from tests.ranks import Ranks
-from tests.synthetic import Layout, Result, data_group, hybrid, make_engine, run, small_config
-from tests.synthetic_images import run_images
+from tests.synthetic import Layout, data_group, hybrid, make_engine, run, small_config
 from tests.synthetic_masks import run_masks
 from trp_scale.core.engine import EngineError
 from trp_scale.engines.fsdp import zeros_on_disk
 from trp_scale.models.initialise import allocate
 
 OFFLOADED = Layout(engine="fsdp", settings={"fsdp": {"offload": True}})
-RUNS: dict[str, tuple[Callable[[Layout, dict[str, Any]], Result], dict[str, Any]]] = {
-    "clipped": (run, {"optimizer": {"kind": "sgd", "lr": 4.0, "clipping": 0.5}}),
-    "LAMB": (run, {"optimizer": {"kind": "lamb", "lr": 0.01, "clipping": 1.0, "weight_decay": 0.1}}),
-    "adversary": (
-        run_images,
-        {
-            "adversary": {"kind": "relative_embedding", "ascent": "sgd", "norm": "l2", "lr": 300.0, "eps": 0.2},
-            "optimizer": {"lr": 3e-3, "eps": 1e-4},
-        },
-    ),
-}
-
-
-@lru_cache
-def reference(name: str) -> Result:
-    function, changes = RUNS[name]
-    return function(Layout(), changes)
+NAMES = ("minimax, clipped", "LAMB", "adversary")
 
 
 @pytest.mark.parametrize(
     ("name", "where"),
-    always(product(RUNS, ["memory", "disk"]), ("adversary", "memory"), ("LAMB", "disk")),
+    always(product(NAMES, ["memory", "disk"]), ("adversary", "memory"), ("LAMB", "disk")),
 )
 def test_two_ranks_give_the_weights_of_one(two_ranks: Ranks, name: str, where: str, tmp_path: Path) -> None:
     function, changes = RUNS[name]
@@ -84,12 +66,7 @@ def test_weights_and_moments_lie_in_files_that_nobody_has_to_remove(two_ranks: R
 
 
 def test_a_checkpoint_on_disk_goes_on(two_ranks: Ranks, tmp_path: Path) -> None:
-    expected = uninterrupted(tmp_path / "reference", 2)
-    checkpoint: Path | None = None
-    for number, layout in enumerate((Layout(engine="fsdp"), on_disk(tmp_path))):
-        found = two_ranks(go_on, layout, checkpoint, tmp_path / "run", tmp_path / f"echo{number}")
-        assert all(values == pytest.approx(expected[number], rel=1e-5) for values in found)
-        checkpoint = step_path(tmp_path / "run", 2 * (number + 1))
+    walk([Layout(engine="fsdp"), on_disk(tmp_path)], tmp_path, two_ranks)
 
 
 def refusal(layout: Layout) -> str:
@@ -175,12 +152,4 @@ def test_the_host_s_own_adam_is_adamw(two_ranks: Ranks, stage: int) -> None:
 @pytest.mark.usefixtures("built")
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_checkpoint_of_the_host_s_own_adam_goes_on(two_ranks: Ranks, stage: int, tmp_path: Path) -> None:
-    expected = uninterrupted(tmp_path / "reference", 3)
-    checkpoint: Path | None = None
-    for number, layout in enumerate((Layout(engine="fsdp"), host_adam(stage), host_adam(stage))):
-        step = 2 * (number + 1)
-        found = two_ranks(go_on, layout, checkpoint, tmp_path / "run", tmp_path / f"echo{number}")
-        assert all(values == pytest.approx(expected[number], rel=1e-5) for values in found)
-        checkpoint = step_path(tmp_path / "run", step)
-        present, wanted = states(checkpoint), states(step_path(tmp_path / "reference", step))
-        assert all(distance(present[state], wanted[state]) < 1e-5 for state in wanted), number
+    walk([Layout(engine="fsdp"), host_adam(stage), host_adam(stage)], tmp_path, two_ranks)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.grids import always
-from tests.parity.compare import too_far
+from tests.parity.compare import steps_too_far, too_far
 from tests.parity.test_learned_masks import ROUNDING
 from tests.ranks import Ranks
 from tests.synthetic import TWO_RANKS, Layout
@@ -67,10 +67,8 @@ def test_every_split_gives_the_same_weights(two_ranks: Ranks, company: str, layo
     one_rank = LAYOUTS[layout].engine == "plain"
     ours = run_images(*arguments) if one_rank else two_ranks(run_images, *arguments)[0]
     assert ours.moved and too_far(ours, reference(company)) == []
-    for mine, other in zip(ours.steps, reference(company).steps, strict=True):
-        assert mine.task_losses == pytest.approx(other.task_losses, rel=1e-5)
-        assert mine.grad_norm == pytest.approx(other.grad_norm, rel=1e-4)
-        assert 0.0 < mine.task_losses[1] < 1.0 and mine.task_weights == (1.0, 0.5)
+    assert steps_too_far(ours, reference(company), exact=["task_losses"]) == []
+    assert all(0.0 < mine.task_losses[1] < 1.0 and mine.task_weights == (1.0, 0.5) for mine in ours.steps)
 
 
 def test_it_changes_the_weights_and_spreads_the_class_tokens() -> None:
@@ -97,6 +95,5 @@ def test_it_composes_with_learned_masks(two_ranks: Ranks, level: str, layout: st
     ours = run_masks(*arguments) if layout == "accumulation 1" else two_ranks(run_masks, *arguments)[0]
     assert ours.moved and too_far(ours, theirs) == []
     assert any(not theirs.network[name].equal(theirs.network_initial[name]) for name in theirs.network)
-    for mine, other in zip(ours.steps, theirs.steps, strict=True):
-        assert mine.task_losses == pytest.approx(other.task_losses, rel=1e-5)
-        assert 0.0 < mine.task_losses[1] < 1.0 and mine.task_weights[1] == 0.5
+    assert steps_too_far(ours, theirs, exact=["task_losses"]) == []
+    assert all(0.0 < mine.task_losses[1] < 1.0 and mine.task_weights[1] == 0.5 for mine in ours.steps)
