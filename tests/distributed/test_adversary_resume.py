@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.checkpoints import save_checkpoint
+from tests.checkpoints import load_trainer, save_trainer
 from tests.distributed.engine_layouts import LAYOUTS, on_each_rank
 from tests.grids import always
 from tests.ranks import Ranks
 from tests.synthetic import Layout
 from tests.synthetic_images import image_config, image_trainer
-from trp_scale.checkpoint import manager
+from trp_scale.checkpoint.run_directory import checkpoint_path
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "adamw": {"kind": "relative_embedding", "ascent": "adamw", "eps": 0.01, "norm": "l2", "where": "both"},
@@ -28,27 +28,17 @@ SETTINGS: dict[str, dict[str, Any]] = {
 State = tuple[dict[str, Tensor], dict[str, Any]]
 
 
-def go_on(layout: Layout, name: str, directory: Path, *, resume: bool) -> State:
+def go_on(layout: Layout, name: str, directory: Path, resume: bool) -> State:
     """Three steps and a checkpoint, or three more from it; then the whole weights and the adversary's state."""
     config = image_config(layout, adversary=SETTINGS[name], optimizer={"lr": 3e-3})
     trainer, adversary = image_trainer(layout, config)
-    group = trainer.engine.data_group
     if resume:
-        loaded = manager.load(directory / "checkpoints" / "step_00000003", engine=trainer.engine, group=group)
-        trainer.hooks.load_state_dict(loaded.hooks)
-        trainer.state.step, trainer.source.cursor = loaded.step, loaded.cursors["train"]  # type: ignore[attr-defined]
+        load_trainer(trainer, checkpoint_path(directory, 3))
     trainer.engine.train(True)
     for _ in range(3):
         trainer.train_step()
     if not resume:
-        save_checkpoint(
-            directory,
-            step=3,
-            engine=trainer.engine,
-            hooks_state=trainer.hooks.state_dict(),
-            cursors={"train": trainer.source.cursor},  # type: ignore[attr-defined]
-            group=group,
-        )
+        save_trainer(trainer, directory)
         for _ in range(3):
             trainer.train_step()
     weights = trainer.engine.full_weights()
@@ -71,8 +61,7 @@ def tensors(state: dict[str, Any]) -> dict[str, Tensor]:
 def test_a_resumed_run_is_the_whole_one_bit_for_bit(
     two_ranks: Ranks, tmp_path: Path, layout: str, settings: str
 ) -> None:
-    whole = on_each_rank(two_ranks, layout, first_half_and_on, settings, tmp_path)
-    halves = on_each_rank(two_ranks, layout, second_half, settings, tmp_path)
+    whole, halves = (on_each_rank(two_ranks, layout, go_on, settings, tmp_path, resume) for resume in (False, True))
     for (weights, state), (other_weights, other_state) in zip(whole, halves, strict=True):
         assert weights.keys() == other_weights.keys()
         assert [name for name, value in weights.items() if not torch.equal(value, other_weights[name])] == []
@@ -83,18 +72,10 @@ def test_a_resumed_run_is_the_whole_one_bit_for_bit(
         assert tensors(whole[0][1])["vector"].abs().max() > 0
 
 
-def first_half_and_on(layout: Layout, name: str, directory: Path) -> State:
-    return go_on(layout, name, directory, resume=False)
-
-
-def second_half(layout: Layout, name: str, directory: Path) -> State:
-    return go_on(layout, name, directory, resume=True)
-
-
 def test_an_adversary_moves_between_engines(two_ranks: Ranks, tmp_path: Path) -> None:
     """Saved on one rank, gone on with on two, within invariant 1."""
-    whole, state = go_on(LAYOUTS["plain"], "sequential", tmp_path, resume=False)
-    weights, other_state = two_ranks(second_half, LAYOUTS["zero3"], "sequential", tmp_path)[0]
+    whole, state = go_on(LAYOUTS["plain"], "sequential", tmp_path, False)
+    weights, other_state = two_ranks(go_on, LAYOUTS["zero3"], "sequential", tmp_path, True)[0]
     for name, value in whole.items():
         if not name.endswith("qkv.bias"):  # a third of it has no gradient but rounding's
             assert (weights[name] - value).norm() <= 1e-5 * value.norm() + 1e-9, name

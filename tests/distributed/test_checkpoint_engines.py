@@ -10,12 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.checkpoints import save_checkpoint
+from tests.checkpoints import load_trainer, save_trainer
 from tests.grids import always
 from tests.ranks import Ranks
-from tests.synthetic import Layout, RecordingTrainer, data_group, hybrid, small_config, trainer_for
+from tests.synthetic import Layout, data_group, hybrid, small_config, trainer_for
 from trp_scale.checkpoint.format import read_full_state
-from trp_scale.checkpoint.manager import EngineGroup, load
 from trp_scale.checkpoint.run_directory import checkpoint_path as step_path
 from trp_scale.core.batch import StepStats
 from trp_scale.core.pieces import STATE_NAMES
@@ -57,18 +56,6 @@ PATHS: dict[str, list[Layout]] = {
 CHANGES: dict[str, dict[str, Any]] = {"Muon": MUON}
 
 
-def write(trainer: RecordingTrainer, run_dir: Path, engines: EngineGroup | None = None) -> None:
-    """Save a checkpoint, of all `engines` of the run where there are several."""
-    save_checkpoint(
-        run_dir,
-        step=trainer.state.step,
-        engine=engines or trainer.engine,
-        hooks_state=trainer.hooks.state_dict(),
-        cursors={"train": trainer.source.cursor},
-        group=data_group(),
-    )
-
-
 def seen(stats: StepStats) -> dict[str, float]:
     return {"loss": stats.loss, "grad_norm": stats.grad_norm, "lr": stats.lr}
 
@@ -81,7 +68,7 @@ def uninterrupted(run_dir: Path, parts: int, changes: dict[str, Any] | None = No
     for _ in range(parts):
         for _ in range(STEPS):
             trainer.train_step()
-        write(trainer, run_dir)
+        save_trainer(trainer, run_dir)
     trainer.engine.close()
     return [seen(stats) for stats in trainer.history[::STEPS]]
 
@@ -92,16 +79,13 @@ def go_on(
     """Load, save at once into echo_dir, train STEPS, save into run_dir; returns what the first step saw."""
     trainer = trainer_for(layout, small_config(layout, balancer={"estimate": "lagged"}, **(changes or {})))
     if checkpoint is not None:
-        loaded = load(checkpoint, engine=trainer.engine, group=data_group())
+        loaded = load_trainer(trainer, checkpoint)
         assert trainer.engine.optimizer_steps() == loaded.optimizer_steps == loaded.step
-        trainer.state.step = loaded.step
-        trainer.source.cursor = loaded.cursors["train"]
-        trainer.hooks.load_state_dict(loaded.hooks)
-        write(trainer, echo_dir)
+        save_trainer(trainer, echo_dir)
     trainer.engine.train(True)
     for _ in range(STEPS):
         trainer.train_step()
-    write(trainer, run_dir)
+    save_trainer(trainer, run_dir)
     trainer.engine.close()
     return seen(trainer.history[0])
 
@@ -117,8 +101,8 @@ def distance(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
 
 
 def walk(path: Sequence[Layout], tmp_path: Path, ranks: Ranks, changes: dict[str, Any] | None = None) -> None:
-    """STEPS on each layout from the checkpoint of the one before: the steps, weights and moments of a run that stayed on
-    one process. A checkpoint that is loaded and written again is the same, bit for bit."""
+    """STEPS on each layout from the checkpoint of the one before give the steps, weights and moments of a run that
+    stayed on one process. A checkpoint that is loaded and written again is the same, bit for bit."""
     expected = uninterrupted(tmp_path / "reference", len(path), changes)
     checkpoint: Path | None = None
     for number, layout in enumerate(path):

@@ -6,7 +6,8 @@ Run with a CPU's fp16. Numbers are compared with the model in fp32, to within th
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from dataclasses import dataclass, field
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from tests.distributed.engine_layouts import fp16_layout, fp16_on_a_cpu
 from tests.distributed.engine_probe import LR, Probe, Reference
 from tests.grids import always
 from tests.ranks import Ranks
-from tests.synthetic import small_config, trainer_for
+from tests.synthetic import Layout, small_config, trainer_for
 from trp_scale.models.initialise import initial_tensor
 
 STATES = ("weight", "exp_avg", "exp_avg_sq")
@@ -24,8 +25,7 @@ SCALE = 2.0**8
 every_stage = pytest.mark.parametrize("stage", always([0, 1, 2, 3], 3))
 
 
-def probe_in_fp16(stage: int) -> Probe:
-    layout = fp16_layout(stage, initial_scale_power=8)
+def probe_in_fp16(layout: Layout) -> Probe:
     return Probe(layout, training={"precision": "fp16"}, optimizer={"weight_decay": 0.1, "clipping": 1.0})
 
 
@@ -57,36 +57,99 @@ def apart(ours: dict[str, Tensor], theirs: dict[str, Tensor], start: dict[str, T
     return float(difference / torch.cat([(theirs[name] - start[name]).flatten() for name in names]).norm())
 
 
-def first_step(stage: int) -> dict[str, Any]:
+@dataclass
+class Seen:
+    """What one rank saw of an engine.
+
+    Attributes:
+        module, pieces: types of the module's weights, and of what a checkpoint would hold.
+        start, end: whole weights before and after the first step, whose gradient had this `norm`.
+        norms: of the gradients of skipped windows; scales after them, and after gradients that were dropped.
+        left: norm of what is left of a dropped gradient.
+        moved: what differs after all that.
+        same_losses: whether losses are those of before.
+        next_norm: of the next gradient.
+        looks, written, later: losses and weights after others were written into its pieces; weights a step later.
+    """
+
+    module: set[torch.dtype] = field(default_factory=set)
+    pieces: set[torch.dtype] = field(default_factory=set)
+    start: dict[str, Tensor] = field(default_factory=dict)
+    end: dict[str, Tensor] = field(default_factory=dict)
+    norm: float = 0.0
+    norms: list[float] = field(default_factory=list)
+    scales: list[float] = field(default_factory=list)
+    left: float = 0.0
+    moved: list[str] = field(default_factory=list)
+    same_losses: bool = False
+    next_norm: float = 0.0
+    looks: list[float] = field(default_factory=list)
+    written: dict[str, Tensor] = field(default_factory=dict)
+    later: dict[str, Tensor] = field(default_factory=dict)
+
+
+def see(layout: Layout) -> Seen:
+    seen = Seen()
     with fp16_on_a_cpu():
-        probe = probe_in_fp16(stage)
-        found: dict[str, Any] = {
-            "module": {parameter.dtype for parameter in probe.engine.module.parameters()},
-            "pieces": {tensor.dtype for piece in probe.engine.pieces() for tensor in piece.tensors.values()},
-            "start": probe.engine.full_weights(),
-        }
+        probe = probe_in_fp16(layout)
+        seen.module = {parameter.dtype for parameter in probe.engine.module.parameters()}
+        seen.pieces = {tensor.dtype for piece in probe.engine.pieces() for tensor in piece.tensors.values()}
+        seen.start = probe.engine.full_weights()
         probe.backward(0)
-        found["norm"] = float(probe.engine.check_gradients())
+        seen.norm = float(probe.engine.check_gradients())
         probe.engine.step(LR)
-        found["end"] = probe.engine.full_weights()
+        seen.end = probe.engine.full_weights()
+        before, losses = probe.state(), probe.look(3)
+        seen.norms = [probe.skip(1), probe.skip(4, factor=float("nan"))]
+        seen.scales = [probe.engine.extra_state()["cur_scale"]]
+        probe.backward(1)
+        probe.engine.discard_gradients()
+        seen.scales.append(probe.engine.extra_state()["cur_scale"])
+        seen.left = float(probe.engine.check_gradients())
+        after = probe.state()
+        seen.moved = [name for name, tensor in before.items() if not torch.equal(after[name], tensor)]
+        seen.same_losses = probe.look(3) == losses
+        seen.next_norm = probe.skip(2)
+        probe.engine.create_optimizer_state()
+        for piece in probe.engine.pieces():
+            for kind, tensor in piece.tensors.items():
+                tensor.copy_(piece.region.of(written(kind, piece.name, piece.shape)))
+        probe.engine.after_load(7)
+        seen.looks, seen.written = probe.look(1), probe.engine.full_weights()
+        probe.step(1)
+        seen.later = probe.engine.full_weights()
         probe.engine.close()
-        return found
+    return seen
+
+
+def unskipped_norm(layout: Layout) -> float:
+    with fp16_on_a_cpu():
+        probe = probe_in_fp16(layout)
+        probe.step(0)
+        norm = probe.skip(2)
+        probe.engine.close()
+        return norm
+
+
+@functools.cache
+def seen_on(two_ranks: Ranks, stage: int) -> list[Seen]:
+    return two_ranks(see, fp16_layout(stage, initial_scale_power=8))
 
 
 @every_stage
 def test_the_first_step_is_that_of_fp32_from_the_same_weights(two_ranks: Ranks, stage: int) -> None:
     """With weight decay, clipping and AdamW's bias correction: nothing was stepped, decayed or scaled before."""
-    first, second = two_ranks(first_step, stage)
-    for found in (first, second):
-        assert found["module"] == {torch.float16}
-        assert found["pieces"] == {torch.float32}
-        assert found["norm"] == pytest.approx(Reference().gradient_norm(0), rel=5e-3)
+    first, second = seen_on(two_ranks, stage)
+    for seen in (first, second):
+        assert seen.module == {torch.float16}
+        assert seen.pieces == {torch.float32}
+        assert seen.norm == pytest.approx(Reference().gradient_norm(0), rel=5e-3)
     reference = Reference()
     with torch.no_grad():
         for name, parameter in reference.module.named_parameters():
             parameter.copy_(parameter.half())
-            assert torch.equal(first["start"][name], parameter), name
-    assert apart(first["end"], clipped_step(reference, adamw_of(reference), 0), first["start"]) < 0.1
+            assert torch.equal(first.start[name], parameter), name
+    assert apart(first.end, clipped_step(reference, adamw_of(reference), 0), first.start) < 0.1
 
 
 def written(kind: str, name: str, shape: tuple[int, ...]) -> Tensor:
@@ -94,24 +157,9 @@ def written(kind: str, name: str, shape: tuple[int, ...]) -> Tensor:
     return values.abs() if kind == "exp_avg_sq" else values
 
 
-def write_and_step(stage: int) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
-    with fp16_on_a_cpu():
-        probe = probe_in_fp16(stage)
-        probe.engine.create_optimizer_state()
-        for piece in probe.engine.pieces():
-            for kind, tensor in piece.tensors.items():
-                tensor.copy_(piece.region.of(written(kind, piece.name, piece.shape)))
-        probe.engine.after_load(7)
-        losses, weights = probe.look(1), probe.engine.full_weights()
-        probe.step(1)
-        result = (losses, weights, probe.engine.full_weights())
-        probe.engine.close()
-        return result
-
-
 @every_stage
 def test_what_is_written_into_pieces_is_what_the_next_forward_and_step_use(two_ranks: Ranks, stage: int) -> None:
-    answers = two_ranks(write_and_step, stage)
+    first, second = seen_on(two_ranks, stage)
     reference = Reference()
     parameters = dict(reference.module.named_parameters())
     values = {name: {kind: written(kind, name, tuple(p.shape)) for kind in STATES} for name, p in parameters.items()}
@@ -121,53 +169,22 @@ def test_what_is_written_into_pieces_is_what_the_next_forward_and_step_use(two_r
     start = {name: parameter.detach().clone() for name, parameter in parameters.items()}
     losses = reference.look(1)
     end = clipped_step(reference, adamw_of(reference, values), 1)
-    for seen, _, _ in answers:
-        assert seen == pytest.approx(losses, rel=1e-2)
-    _, weights, later = answers[0]
+    assert first.looks == second.looks == pytest.approx(losses, rel=1e-2)
     for name, value in start.items():
-        assert torch.equal(weights[name], value), f"{name}: the fp32 master weights are what was written"
-    assert apart(later, end, start) < 1e-2
-
-
-def skipped(stage: int) -> dict[str, Any]:
-    with fp16_on_a_cpu():
-        probe = probe_in_fp16(stage)
-        probe.step(0)
-        before, losses = probe.state(), probe.look(3)
-        found: dict[str, Any] = {"norms": [probe.skip(1), probe.skip(4, factor=float("nan"))]}
-        found["scales"] = [probe.engine.extra_state()["cur_scale"]]
-        probe.backward(1)
-        probe.engine.discard_gradients()
-        found["scales"].append(probe.engine.extra_state()["cur_scale"])
-        found["left"] = float(probe.engine.check_gradients())
-        after = probe.state()
-        found["moved"] = [name for name, tensor in before.items() if not torch.equal(after[name], tensor)]
-        found["same losses"] = probe.look(3) == losses
-        probe.backward(2)
-        found["next norm"] = float(probe.engine.check_gradients())
-        probe.engine.close()
-        return found
+        assert torch.equal(first.written[name], value), f"{name}: the fp32 master weights are what was written"
+    assert apart(first.later, end, start) < 1e-2
 
 
 @every_stage
 def test_a_skip_moves_nothing_and_halves_the_scale(two_ranks: Ranks, stage: int) -> None:
-    for found in two_ranks(skipped, stage):
-        assert found["norms"][0] > 0.0 and found["norms"][1] != found["norms"][1]
-        assert found["scales"] == [SCALE / 4, SCALE / 4], "dropping gradients alone leaves the scale"
-        assert found["left"] == 0.0
-        assert found["moved"] == []
-        assert found["same losses"]
-        assert found["next norm"] == pytest.approx(two_ranks(unskipped_norm, stage)[0], rel=5e-3)
-
-
-def unskipped_norm(stage: int) -> float:
-    with fp16_on_a_cpu():
-        probe = probe_in_fp16(stage)
-        probe.step(0)
-        probe.backward(2)
-        norm = float(probe.engine.check_gradients())
-        probe.engine.close()
-        return norm
+    unskipped = two_ranks(unskipped_norm, fp16_layout(stage, initial_scale_power=8))[0]
+    for seen in seen_on(two_ranks, stage):
+        assert seen.norms[0] > 0.0 and seen.norms[1] != seen.norms[1]
+        assert seen.scales == [SCALE / 4, SCALE / 4], "dropping gradients alone leaves the scale"
+        assert seen.left == 0.0
+        assert seen.moved == []
+        assert seen.same_losses
+        assert seen.next_norm == pytest.approx(unskipped, rel=5e-3)
 
 
 STEPS = 10

@@ -9,13 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.checkpoints import load_trainer, save_trainer
 from tests.distributed.engine_layouts import LAYOUTS, fp16_layout, fp16_on_a_cpu, on_each_rank
-from tests.distributed.test_checkpoint_engines import distance, write
+from tests.distributed.test_checkpoint_engines import distance
 from tests.grids import always
 from tests.ranks import Ranks
-from tests.synthetic import Layout, RecordingTrainer, data_group, small_config, trainer_for
+from tests.synthetic import Layout, RecordingTrainer, small_config, trainer_for
 from trp_scale.checkpoint.format import read_full_state
-from trp_scale.checkpoint.manager import EngineGroup, load
+from trp_scale.checkpoint.manager import EngineGroup
 from trp_scale.checkpoint.run_directory import checkpoint_path
 from trp_scale.core.hooks import Hooks
 from trp_scale.core.pieces import WEIGHT_AVERAGE
@@ -46,17 +47,15 @@ def part(layout: Layout, checkpoint: Path | None, run_dir: Path, echo_dir: Path)
     """
     trainer, engines = hooked(layout)
     if checkpoint is not None:
-        loaded = load(checkpoint, engine=engines, group=data_group())
-        trainer.state.step, trainer.source.cursor = loaded.step, loaded.cursors["train"]
-        trainer.hooks.load_state_dict(loaded.hooks)
-        write(trainer, echo_dir, engines)
+        load_trainer(trainer, checkpoint, engines)
+        save_trainer(trainer, echo_dir, engines)
     weights = []
     for _ in range(STEPS):
         trainer.train_step()
         weights.append(trainer.engine.full_weights())
     with trainer.hooks.validation():
         validated = trainer.engine.full_weights()
-    write(trainer, run_dir, engines)
+    save_trainer(trainer, run_dir, engines)
     noise = trainer.hooks.metrics()["gradient_noise_scale"]
     trainer.engine.close()
     return weights, validated, noise

@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.checkpoints import save_checkpoint
+from tests.checkpoints import load_trainer, save_trainer
 from tests.distributed.engine_layouts import on_each_rank
 from tests.grids import always
 from tests.ranks import Ranks
 from tests.synthetic import Layout
 from tests.synthetic_masks import mask_config, masks_run
-from trp_scale.checkpoint import manager
 from trp_scale.checkpoint.manager import EngineGroup
+from trp_scale.checkpoint.run_directory import checkpoint_path
 
 LEVELS: dict[str, dict[str, Any]] = {
     "joint": {"kind": "joint", "gamma": 0.5},
@@ -31,30 +31,21 @@ def go_on(layout: Layout, level: str, directory: Path, resume: bool) -> dict[str
     run = masks_run(
         layout, mask_config(layout, multilevel={"unroll": 2, "every": 2, "difference": 1.0, **LEVELS[level]})
     )
-    trainer, group = run.trainer, run.engine.data_group
+    trainer = run.trainer
     assert run.hook is not None
     engines = EngineGroup(run.engine, run.hook.engines())
     downstream: Any = run.hook.outer.sources  # type: ignore[attr-defined]
     own = getattr(trainer.source, "own", trainer.source)
     sources: dict[str, Any] = {"train": own, "downstream": downstream.train, "validation": downstream.validation}
     if resume:
-        loaded = manager.load(directory / "checkpoints" / f"step_{STEPS:08d}", engine=engines, group=group)
-        trainer.hooks.load_state_dict(loaded.hooks)
-        trainer.state.step = loaded.step
+        loaded = load_trainer(trainer, checkpoint_path(directory, STEPS), engines)
         for name, source in sources.items():
             source.cursor = loaded.cursors[name]
     else:
         for _ in range(STEPS):
             trainer.train_step()
         engines.prepare()
-        save_checkpoint(
-            directory,
-            step=STEPS,
-            engine=engines,
-            hooks_state=trainer.hooks.state_dict(),
-            cursors={name: source.cursor for name, source in sources.items()},
-            group=group,
-        )
+        save_trainer(trainer, directory, engines, {name: source.cursor for name, source in sources.items()})
     for _ in range(8 - STEPS):
         trainer.train_step()
     assert run.hook.outer_steps == 2

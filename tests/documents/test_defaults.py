@@ -6,7 +6,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml
 
 from trp_scale.config.registry import make_settings
@@ -24,9 +23,9 @@ def test_the_page_is_short_and_each_row_of_it_is_read() -> None:
     assert len(ROWS) == sum(line.startswith("| `") for line in lines) > 40
 
 
-@pytest.mark.parametrize(("section", "name", "kind", "value"), ROWS)
-def test_a_default_is_that_of_the_code(section: str, name: str, kind: str, value: str) -> None:
-    settings: Any = make_settings(section, kind) if kind else getattr(PosBertConfig(), section)
-    default = getattr(settings, name)
-    stated = float(value) if isinstance(default, float) else yaml.safe_load(value)
-    assert stated == default and isinstance(stated, type(default))
+def test_each_default_is_that_of_the_code() -> None:
+    for section, name, kind, value in ROWS:
+        settings: Any = make_settings(section, kind) if kind else getattr(PosBertConfig(), section)
+        default = getattr(settings, name)
+        stated = float(value) if isinstance(default, float) else yaml.safe_load(value)
+        assert stated == default and isinstance(stated, type(default)), f"{section}.{name}"

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.checkpoints import save_checkpoint
+from tests.checkpoints import load_trainer, save_trainer
 from tests.grids import always
 from tests.parity.compare import RELATIVE, TRAVELLED, too_far
 from tests.parity.test_learned_masks import ROUNDING
@@ -20,7 +20,6 @@ from tests.ranks import Ranks
 from tests.synthetic import Layout, Result
 from tests.synthetic_images import by_projection
 from tests.synthetic_masks import MasksRun, mask_config, masks_run
-from trp_scale.checkpoint import manager
 from trp_scale.checkpoint.manager import EngineGroup
 from trp_scale.core.batch import StepStats
 from trp_scale.methods.adversary.positions import PositionAdversary
@@ -80,24 +79,13 @@ def run_all(layout: Layout, settings: dict[str, Any], stop_at: int = 0, place: s
 
 def resumed(run: MasksRun, layout: Layout, settings: dict[str, Any], place: Path) -> MasksRun:
     """The same run in new parts, which take everything from a checkpoint, and its remaining steps."""
-    group, source = run.engine.data_group, run.trainer.source
     engines = group_of(run)
     engines.prepare()
-    path = save_checkpoint(
-        place,
-        step=run.trainer.state.step,
-        engine=engines,
-        hooks_state=run.trainer.hooks.state_dict(),
-        cursors={},
-        group=group,
-    )
+    path = save_trainer(run.trainer, place, engines)
     for engine in (run.engine, *run.trainer.hooks.engines().values()):
         engine.close()
     again = masks_run(layout, mask_config(layout, **settings), halves=True)
-    loaded = manager.load(path, engine=group_of(again), group=group)
-    again.trainer.hooks.load_state_dict(loaded.hooks)
-    again.trainer.state.step = loaded.step
-    again.trainer.source.cursor = source.cursor  # type: ignore[attr-defined]
+    loaded = load_trainer(again.trainer, path, group_of(again))
     assert again.hook is not None and run.hook is not None
     for name in ("train", "validation"):
         mine, theirs = (each.outer.sources for each in (again.hook, run.hook))  # type: ignore[attr-defined]

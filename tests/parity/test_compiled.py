@@ -15,7 +15,7 @@ import torch
 from torch._dynamo.utils import counters
 
 from tests.grids import always
-from tests.parity import test_learned_masks, test_modalities, test_uniformity
+from tests.parity import test_adversary, test_learned_masks, test_modalities, test_uniformity
 from tests.parity.compare import too_far
 from tests.parity.test_partition import MODERN
 from tests.ranks import Ranks
@@ -133,6 +133,26 @@ def test_class_tokens_that_spread(how: str) -> None:
     changes = {**changes, "training": {**changes["training"], "compile": how}}
     found, graphs = traced(lambda: run_images(Layout(micro_size=2), changes))
     assert graphs > 0 and too_far(found, test_uniformity.reference("alone")) == []
+
+
+# What the passes over the window see: the parallel one always asks for the perturbation's gradient; of the sequential
+# ones the first asks for it, the second does not. By blocks: one of the encoder, one of the decoder.
+OF_AN_ADVERSARY = {
+    ("whole", "parallel"): 1,
+    ("whole", "sequential"): 2,
+    ("blocks", "parallel"): 2,
+    ("blocks", "sequential"): 4,
+}
+
+
+@pytest.mark.parametrize(("how", "update"), always(OF_AN_ADVERSARY))
+def test_an_adversary(how: str, update: str) -> None:
+    changes = test_adversary.changes("relative_coordinate", update=update)
+    theirs = test_adversary.reference(changes)
+    changes = {**changes, "training": {**changes["training"], "compile": how}}
+    ours, graphs = traced(lambda: run_images(Layout(micro_size=2), changes))
+    assert graphs == OF_AN_ADVERSARY[how, update], "compiled anew in the run, or never"
+    assert too_far(ours, theirs) == test_adversary.vector_too_far(ours, theirs, 1e-6, 1e-6) == []
 
 
 def refused(layout: Layout) -> str:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.checkpoints import save_checkpoint
+from tests.distributed.test_checkpoint_engines import walk
 from tests.distributed.test_precision import LOSSES, TRAVELLED, apart
 from tests.grids import always
 from tests.parity.compare import too_far
@@ -20,9 +20,8 @@ from tests.parity.test_learned_masks import differences as masks_differences
 from tests.parity.test_learned_masks import reference as masks_reference
 from tests.parity.test_partition import sometimes_absent
 from tests.ranks import Ranks
-from tests.synthetic import Layout, Result, data_group, run, small_config, trainer_for
+from tests.synthetic import Layout, Result, run, small_config, trainer_for
 from tests.synthetic_masks import run_masks
-from trp_scale.checkpoint import manager
 from trp_scale.config import Config
 from trp_scale.core.engine import EngineError
 from trp_scale.core.hooks import Hooks
@@ -149,29 +148,6 @@ def test_a_rank_of_four_has_half_of_the_moments_of_half_of_the_matrices(four_ran
         assert held == 8 * parameters / 2
 
 
-def part(layout: Layout, run_dir: str, before: str, steps: int) -> tuple[str, dict[str, Tensor]]:
-    """Train to step `steps`, from a checkpoint where one is given, and write one; the weights then."""
-    config = small_config(layout, training={"steps": steps})
-    trainer, group = trainer_for(layout, config), data_group()
-    if before:
-        loaded = manager.load(Path(before), engine=trainer.engine, group=group)
-        trainer.hooks.load_state_dict(loaded.hooks)
-        trainer.state.step = loaded.step
-        trainer.source.cursor = loaded.step * config.batch.global_size  # type: ignore[attr-defined]
-    trainer.run()
-    path = save_checkpoint(
-        Path(run_dir),
-        step=steps,
-        engine=trainer.engine,
-        hooks_state=trainer.hooks.state_dict(),
-        cursors={},
-        group=group,
-    )
-    weights = trainer.engine.full_weights()
-    trainer.engine.close()
-    return str(path), weights
-
-
 ROUND: list[Layout] = [
     sharded(1),
     Layout(engine="fsdp"),
@@ -182,29 +158,20 @@ ROUND: list[Layout] = [
     Layout(engine="ddp"),
     sharded(1),
 ]
-"""Layouts of a run, a step on each."""
+"""Layouts of a run."""
 SHORT_ROUND = [sharded(1), sharded(2), Layout(engine="fsdp"), sharded(1)]
-
-
-def goes_round(ranks: Ranks, layouts: list[Layout], run_dir: Path) -> None:
-    before, weights = "", {}
-    for step, layout in enumerate(layouts, 1):
-        before, weights = ranks(part, layout, str(run_dir), before, step)[0]
-    theirs = run(Layout(), {"training": {"steps": len(layouts)}})
-    ours = Result(weights=weights, initial=theirs.initial, steps=[], moved=True)
-    assert too_far(ours, theirs) == []
 
 
 @pytest.mark.parametrize(
     "layouts", [SHORT_ROUND, pytest.param(ROUND, marks=pytest.mark.exhaustive)], ids=["short", "all"]
 )
 def test_checkpoints_go_to_other_layouts_and_back(two_ranks: Ranks, layouts: list[Layout], tmp_path: Path) -> None:
-    goes_round(two_ranks, layouts, tmp_path)
+    walk(layouts, tmp_path, two_ranks)
 
 
 @pytest.mark.exhaustive
 def test_checkpoints_of_four_ranks_go_to_other_layouts_and_back(four_ranks: Ranks, tmp_path: Path) -> None:
-    goes_round(four_ranks, [sharded(2, micro_size=1), Layout(engine="fsdp", micro_size=1)] * 2, tmp_path)
+    walk([sharded(2, micro_size=1), Layout(engine="fsdp", micro_size=1)] * 2, tmp_path, four_ranks)
 
 
 class Frozen(nn.Module):

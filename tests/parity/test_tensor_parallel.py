@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from functools import lru_cache
 from pathlib import Path
@@ -14,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.distributed.test_precision import LOSSES, TRAVELLED, apart
+from tests.grids import always
 from tests.parity.compare import steps_too_far, too_far
 from tests.parity.test_adversary import KINDS
 from tests.parity.test_adversary import changes as adversary_changes
@@ -65,13 +65,9 @@ def reference(method: str) -> Result:
 
 @pytest.mark.parametrize(
     ("ranks", "method"),
-    [
-        *(("1", "uniform"), ("2", "gradnorm")),
-        *(
-            pytest.param(*pair, marks=pytest.mark.exhaustive)
-            for pair in (("1", "exact"), *(("2", method) for method in METHODS if method != "gradnorm"))
-        ),
-    ],
+    always(
+        [("1", "uniform"), ("1", "exact"), *(("2", method) for method in METHODS)], ("1", "uniform"), ("2", "gradnorm")
+    ),
 )
 def test_two_ranks_give_the_weights_of_one(two_ranks: Ranks, ranks: str, method: str) -> None:
     ours, theirs = two_ranks(run, LAYOUTS[ranks], changes(method), sometimes_absent)[0], reference(method)
@@ -146,13 +142,6 @@ def test_four_ranks_cut_matrices_and_split_the_batch(four_ranks: Ranks, others: 
     assert too_far(ours, reference_with_dropout() if others else reference("exact")) == []
 
 
-ALWAYS = ("relative_coordinate", "flattened")
-
-
-def mostly_exhaustive(names: Iterable[str]) -> list[Any]:
-    return [pytest.param(name, marks=() if name in ALWAYS else pytest.mark.exhaustive) for name in names]
-
-
 LAMB = {"optimizer": {"kind": "lamb", "lr": 1e-2, "clipping": 1.0, "weight_decay": 0.1}}
 
 
@@ -169,7 +158,7 @@ def test_packed_matrices_of_modern_encoders_are_cut_by_parts(two_ranks: Ranks) -
     assert too_far(ours, run(Layout(micro_size=2), modern)) == []
 
 
-@pytest.mark.parametrize("variant", mostly_exhaustive(["flattened", "patchwise", "softsort", "look ahead"]))
+@pytest.mark.parametrize("variant", always(["flattened", "patchwise", "softsort", "look ahead"], "flattened"))
 def test_two_ranks_learn_the_masks_of_one(two_ranks: Ranks, variant: str) -> None:
     """The masking network is small, and each rank holds it whole."""
     ours = two_ranks(run_masks, LAYOUTS["2"], masks_changes(variant))[0]
@@ -199,7 +188,7 @@ def image_differences(ours: AdversarialResult, name: str) -> list[str]:
     return too_far(ours, theirs) if theirs.vector is None else adversary_differences(ours, theirs)
 
 
-@pytest.mark.parametrize("name", mostly_exhaustive(IMAGES))
+@pytest.mark.parametrize("name", always(IMAGES, "relative_coordinate"))
 def test_two_ranks_give_the_masked_autoencoder_and_the_adversary_of_one(two_ranks: Ranks, name: str) -> None:
     first, second = two_ranks(run_images, LAYOUTS["2"], IMAGES[name])
     assert first.moved and image_differences(first, name) == []
