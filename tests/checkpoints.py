@@ -67,8 +67,8 @@ def save_trainer(
 
 
 def load_trainer(trainer: Any, path: Path, engines: Any = None) -> Loaded:
-    """Have a trainer that was made anew go on from a checkpoint; other sources than its own have their cursors in what is
-    returned."""
+    """Have a trainer that was made anew go on from a checkpoint, which is returned: it has the cursors of other sources
+    than the trainer's own."""
     loaded = load(path, engine=engines or trainer.engine, group=data_group())
     trainer.hooks.load_state_dict(loaded.hooks)
     trainer.state.step = loaded.step

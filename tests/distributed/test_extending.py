@@ -6,6 +6,7 @@ import io
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -81,30 +82,6 @@ def same_states(ours: Path, reference: Path, tolerance: float, states: tuple[str
                 assert apart < (tolerance if "exp_avg" not in state else 10 * tolerance), (state, name)
 
 
-def two_ranks_go_on(
-    two_ranks: Ranks,
-    command: Callable[..., list[str]],
-    plain: Path,
-    directory: Path,
-    layout: str,
-    states: tuple[str, ...],
-) -> None:
-    """Two ranks stop half way and go on bit for bit, and go on from a run of one process, which they equal throughout.
-
-    Args:
-        command: makes the command line of a run directory and its changes.
-        plain: the run of one process.
-    """
-    whole, halves, other = (directory / name for name in ("whole", "halves", "other"))
-    two_ranks(pretrain_here, command(whole, checkpoint__every=HALF, **LINES[layout]))
-    for run_dir, begun in ((halves, whole), (other, plain)):
-        two_ranks(pretrain_here, command(run_dir, resume=checkpoint_path(begun, HALF), **LINES[layout]))
-    assert lines(halves)[-1]["tasks"] == lines(whole)[-1]["tasks"]
-    same_states(halves, whole, 0.0, states)
-    same_states(other, plain, 1e-5, states)
-    same_states(whole, plain, 1e-5, states)
-
-
 @pytest.mark.parametrize("name", LONGEST)
 def test_each_is_one_short_file(name: str) -> None:
     assert len(files()[name].splitlines()) <= LONGEST[name]
@@ -134,20 +111,6 @@ def test_they_act_on_a_run_and_are_in_its_metrics(plain: Path) -> None:
     )
     apart = max(float((weights[name] - slow[name]).abs().max()) for name in weights)
     assert 0.0 < apart < 1e-2, "one step of the fast weights since the fourth"
-
-
-def test_one_process_goes_on_bit_for_bit(modules: Path, plain: Path, text_dataset: Path, tmp_path: Path) -> None:
-    arguments = own_methods(modules, text_dataset, tmp_path, resume=checkpoint_path(plain, HALF))
-    assert pretrain_here(arguments) == 0
-    assert lines(tmp_path)[-1]["tasks"] == lines(plain)[-1]["tasks"]
-    same_states(tmp_path, plain, 0.0)
-
-
-@pytest.mark.parametrize("layout", always(LINES, "fsdp"))
-def test_two_ranks_go_on_bit_for_bit_and_from_one_process(
-    two_ranks: Ranks, modules: Path, plain: Path, text_dataset: Path, tmp_path: Path, layout: str
-) -> None:
-    two_ranks_go_on(two_ranks, partial(own_methods, modules, text_dataset), plain, tmp_path, layout, STATES)
 
 
 def test_a_run_does_not_go_on_without_its_modules(modules: Path, plain: Path, text_dataset: Path) -> None:
@@ -266,20 +229,6 @@ def test_its_data_and_settings_are_refused_without_it(
         parse([*given, "--infrared.stride", "3"])
 
 
-def test_one_process_goes_on_with_it_bit_for_bit(modules: Path, seeing: Path, seen_twice: Path, tmp_path: Path) -> None:
-    assert pretrain_here(own_modality(modules, seen_twice, tmp_path, resume=checkpoint_path(seeing, HALF))) == 0
-    assert lines(tmp_path)[-1]["tasks"] == lines(seeing)[-1]["tasks"]
-    same_states(tmp_path, seeing, 0.0, OWN_MAPS)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("layout", LINES)
-def test_two_ranks_go_on_with_it_bit_for_bit_and_from_one_process(
-    two_ranks: Ranks, modules: Path, seeing: Path, seen_twice: Path, tmp_path: Path, layout: str
-) -> None:
-    two_ranks_go_on(two_ranks, partial(own_modality, modules, seen_twice), seeing, tmp_path, layout, OWN_MAPS)
-
-
 # An upstream
 
 
@@ -333,20 +282,42 @@ def test_its_settings_are_its_own(modules: Path, image_dataset: Path, tmp_path: 
             parse([*given, *flag])
 
 
-def test_one_process_goes_on_with_the_upstream_bit_for_bit(
-    modules: Path, banded: Path, image_dataset: Path, tmp_path: Path
-) -> None:
-    assert pretrain_here(own_upstream(modules, image_dataset, tmp_path, resume=checkpoint_path(banded, HALF))) == 0
-    assert lines(tmp_path)[-1]["tasks"] == lines(banded)[-1]["tasks"]
-    same_states(tmp_path, banded, 0.0, OWN_MAPS)
+OWN: dict[str, tuple[Callable[..., list[str]], str, str, tuple[str, ...]]] = {
+    "methods": (own_methods, "text_dataset", "plain", STATES),
+    "modality": (own_modality, "seen_twice", "seeing", OWN_MAPS),
+    "upstream": (own_upstream, "image_dataset", "banded", OWN_MAPS),
+}
+"""The command line of each, the fixtures of its data and of its run, and what its checkpoints hold."""
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("layout", LINES)
-def test_two_ranks_go_on_with_the_upstream_bit_for_bit_and_from_one_process(
-    two_ranks: Ranks, modules: Path, banded: Path, image_dataset: Path, tmp_path: Path, layout: str
+@pytest.mark.parametrize("own", OWN)
+def test_one_process_goes_on_bit_for_bit(
+    request: pytest.FixtureRequest, modules: Path, tmp_path: Path, own: str
 ) -> None:
-    two_ranks_go_on(two_ranks, partial(own_upstream, modules, image_dataset), banded, tmp_path, layout, OWN_MAPS)
+    command, data, begun, states = OWN[own]
+    run_dir: Path = request.getfixturevalue(begun)
+    words = command(modules, request.getfixturevalue(data), tmp_path, resume=checkpoint_path(run_dir, HALF))
+    assert pretrain_here(words) == 0
+    assert lines(tmp_path)[-1]["tasks"] == lines(run_dir)[-1]["tasks"]
+    same_states(tmp_path, run_dir, 0.0, states)
+
+
+@pytest.mark.parametrize(("own", "layout"), always(product(OWN, LINES), ("methods", "fsdp")))
+def test_two_ranks_go_on_bit_for_bit_and_from_one_process(
+    request: pytest.FixtureRequest, two_ranks: Ranks, modules: Path, tmp_path: Path, own: str, layout: str
+) -> None:
+    """They stop half way and go on bit for bit, and go on from a run of one process, which they equal throughout."""
+    command, data, begun, states = OWN[own]
+    plain: Path = request.getfixturevalue(begun)
+    words = partial(command, modules, request.getfixturevalue(data))
+    whole, halves, other = (tmp_path / name for name in ("whole", "halves", "other"))
+    two_ranks(pretrain_here, words(whole, checkpoint__every=HALF, **LINES[layout]))
+    for run_dir, start in ((halves, whole), (other, plain)):
+        two_ranks(pretrain_here, words(run_dir, resume=checkpoint_path(start, HALF), **LINES[layout]))
+    assert lines(halves)[-1]["tasks"] == lines(whole)[-1]["tasks"]
+    same_states(halves, whole, 0.0, states)
+    same_states(other, plain, 1e-5, states)
+    same_states(whole, plain, 1e-5, states)
 
 
 # An engine
