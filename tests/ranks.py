@@ -21,7 +21,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from tests.shortcuts import take_shortcuts
 
-TIMEOUT_SECONDS = 240.0
+TIMEOUT_SECONDS = 600.0
 MOST_THREADS = 128
 """Of a rank's process, which then is started again. Each group of gloo has threads that wake a hundred times a second,
 and FSDP2's meshes and hpZ keep their groups for good; 180 threads take a fifth of a core."""

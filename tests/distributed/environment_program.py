@@ -19,7 +19,7 @@ from trp_scale.distributed.environment import Environment  # noqa: E402
 
 
 def main(directory: Path, behaviour: str) -> None:
-    with Environment(timeout_minutes=2.0) as environment:
+    with Environment(timeout_minutes=8.0) as environment:
         environment.ensure_process_group()
         info = environment.info
         seen = {
@@ -39,7 +39,7 @@ def main(directory: Path, behaviour: str) -> None:
         if behaviour.startswith("one_"):
             # What the others do meanwhile: they sit in a collective.
             environment.world.barrier()
-            time.sleep(600)
+            time.sleep(1200)
     assert not dist.is_initialized()
 
 

@@ -115,7 +115,7 @@ def test_a_block_that_a_loader_worker_of_a_launched_rank_comes_across(
     changes: dict[str, Any] = {**EPOCH, "data__blocks_per_group": 1, "training__steps": steps, **LAUNCHED[launcher]}
     changes |= {"training__seed": seed_with_rank_1_first(data), "data__workers": 1, "data__max_corrupt_blocks": allowed}
     process = launch(launcher, flags(data, run_dir, **changes))
-    output = process.communicate(timeout=240)[0]
+    output = process.communicate(timeout=600)[0]
     assert started_with("TRP_SCALE_TEST", str(tmp_path)) == [], "a rank or a loader worker lives on"
     if allowed:
         assert process.returncode == 0, output

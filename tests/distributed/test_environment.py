@@ -30,7 +30,7 @@ def environ(**variables: str) -> dict[str, str]:
 
 def launched(launcher: list[str], directory: Path, behaviour: str = "ends") -> list[dict[str, Any]]:
     command = [sys.executable, "-m", *launcher, str(PROGRAM), str(directory), behaviour]
-    done = subprocess.run(command, env=environ(), capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, env=environ(), capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
     return [json.loads((directory / f"{rank}.json").read_text(encoding="utf-8")) for rank in (0, 1)]
 
@@ -65,7 +65,7 @@ def two_by_hand(directory: Path, behaviour: str, variables: list[dict[str, str]]
         )
         for extra in variables
     ]
-    ended = [process.communicate(timeout=60)[1] for process in processes]
+    ended = [process.communicate(timeout=400)[1] for process in processes]
     return [(process.returncode, text) for process, text in zip(processes, ended, strict=True)]
 
 
@@ -83,7 +83,7 @@ def by_srun() -> list[dict[str, str]]:
 def test_a_rank_that_fails_under_srun_says_so_and_nobody_hangs(tmp_path: Path) -> None:
     start = time.monotonic()
     (other_status, other), (status, error) = two_by_hand(tmp_path, "one_fails", by_srun())
-    assert time.monotonic() - start < 60  # not the group's two minutes, and not the sleep of ten
+    assert time.monotonic() - start < 300  # not the group's eight minutes, and not the sleep of twenty
     seen = json.loads((tmp_path / "1.json").read_text(encoding="utf-8"))
     assert (seen["launcher"], seen["sum"], seen["LOCAL_RANK"]) == ("slurm", 3, "1")
     assert (other_status, status) == (1, 1)

@@ -354,7 +354,7 @@ def test_kill_9_and_a_restart_in_its_place(image_dataset: Path, tmp_path: Path) 
     wait_for_steps(process, seed_directory(killed, "classification"), 7)
     (forked,) = descendants(process.pid)
     os.kill(forked, signal.SIGKILL)
-    output = process.communicate(timeout=120)[0]
+    output = process.communicate(timeout=600)[0]
     assert process.returncode == 0, output
     runs = [essences(run_dir, "classification") for run_dir in (whole, killed)]
     assert runs[0] == runs[1] and len(runs[0]) == 60

@@ -60,7 +60,7 @@ def started_as_a_process(words: list[str]) -> tuple[int, str]:
     own[own.index("--nproc_per_node") + 1] = "2"
     command = [launcher, *own, "--master_port", str(free_port()), *rest[place:]]
     found = {**environment(), "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
-    done = subprocess.run(command, env=found, capture_output=True, text=True, timeout=180, check=False)
+    done = subprocess.run(command, env=found, capture_output=True, text=True, timeout=600, check=False)
     return done.returncode, done.stdout + done.stderr
 
 
@@ -235,6 +235,6 @@ def test_masks_are_learned_and_drawn_and_a_test_set_is_marked(
 
 @pytest.mark.parametrize("command", [c for c in COMMANDS if c.words[0] == "make"], ids=str)
 def test_make_would_do_it(command: Command) -> None:
-    done = subprocess.run(["make", "-n", *command.words[1:]], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(["make", "-n", *command.words[1:]], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert f"{PRETRAIN} --ds_config ds_configs/zero2.json" in done.stdout

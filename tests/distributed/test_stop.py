@@ -40,7 +40,7 @@ def test_a_signal_to_one_of_two_ranks(
     process = launch(launcher, flags(text_dataset, tmp_path, **LONG, **extra))
     wait_for_steps(process, tmp_path, 3)
     os.kill(rank_of_two(process, 1), request_to_stop)
-    output = process.communicate(timeout=240)[0]
+    output = process.communicate(timeout=600)[0]
     assert process.returncode == 0, output
     last = one_whole_checkpoint_at_the_last_step(tmp_path)
     assert 3 <= last < LONG["training__steps"]

@@ -78,7 +78,7 @@ def started_by_torchrun(arguments: list[str], run_dir: Path) -> int:
     process = launch("torchrun", [*arguments, "--training.steps", "100000"])
     wait_for_steps(process, run_dir, 2)
     os.kill(rank_of_two(process, 1), signal.SIGTERM)
-    output = process.communicate(timeout=240)[0]
+    output = process.communicate(timeout=600)[0]
     assert process.returncode == 0, output
     return int(lines(run_dir)[-1]["step"])
 

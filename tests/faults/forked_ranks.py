@@ -28,11 +28,11 @@ from tests.runs import environment
 from trp_scale.distributed import liveness
 
 WORLD = 2
-LONGEST = 120.0
+LONGEST = 400.0
 """Seconds that a start may take: then it hangs."""
 
 PATIENCE = 3.0
-"""Seconds from the end of one rank to SIGTERM for the other, and from there to SIGKILL."""
+"""Seconds from the failure of one rank to SIGTERM for the other, and from there to SIGKILL."""
 
 PLACES = {
     "before the group": "trp_scale.distributed.environment:Environment.__enter__",
@@ -89,7 +89,7 @@ def run_ranks(arguments: list[str], log: Path, given: Signal | None = None) -> l
     hangs = not wait([rank.sentinel for rank in ranks], LONGEST)
     for number in (signal.SIGTERM, signal.SIGKILL):
         for rank in ranks:
-            rank.join(PATIENCE)
+            rank.join(PATIENCE if hangs or any(each.exitcode for each in ranks) else LONGEST)
         for rank in ranks:
             if rank.is_alive():
                 os.kill(rank.pid, number)

@@ -60,7 +60,7 @@ class Reader:
     make: Callable[[Path], Case]
     documented: tuple[type[BaseException], ...]
     share: float = 1.0
-    wait: float = 8.0
+    wait: float = 30.0
 
 
 def of_content(path: Path, kind: str, content: bytes, read: Callable[[bytes], Any], **repairs: Any) -> Case:

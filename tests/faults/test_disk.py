@@ -64,7 +64,7 @@ def at_steps(actions: dict[int, Callable[[], object]]) -> Any:
 
 def written_first(run_dir: Path) -> None:
     """Wait for the file of the first checkpoint, which is written behind this step."""
-    until = time.monotonic() + 20
+    until = time.monotonic() + 120
     while any(thread.name.startswith("trp_scale checkpoint") for thread in threading.enumerate()):
         assert time.monotonic() < until
         time.sleep(0.01)

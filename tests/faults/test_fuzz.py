@@ -47,7 +47,7 @@ def case_of(path: Path, read: object) -> Case:
     return Case(targets=[Target(path=path, kind="json")], read=read)  # type: ignore[arg-type]
 
 
-def of_faults(name: str, fault: object, wait: float = 8.0) -> Reader:
+def of_faults(name: str, fault: object, wait: float = 30.0) -> Reader:
     """A reader that reads the sound file, and meets its fault on any other."""
 
     def make(directory: Path) -> Case:

@@ -18,7 +18,7 @@ from trp_scale.checkpoint.run_directory import checkpoints, incompleteness
 LONG = {"training__steps": 100_000, "checkpoint__every": 5, "reliability__hang_minutes": 0.1}
 
 
-def gone(process: int, seconds: float = 60.0) -> bool:
+def gone(process: int, seconds: float = 300.0) -> bool:
     """Whether a process ends within so many seconds."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:
@@ -56,7 +56,7 @@ def test_ranks_whose_launcher_is_gone_write_a_checkpoint_and_end(
     ranks = [rank_of_two(process, rank) for rank in (0, 1)]
     process.send_signal(number)
     assert all(gone(rank) for rank in ranks), "they train on"
-    process.communicate(timeout=60)
+    process.communicate(timeout=300)
     last = lines(tmp_path)[-1]["step"]
     step, path = checkpoints(tmp_path)[-1]
     assert (step, incompleteness(path)) == (last, None)

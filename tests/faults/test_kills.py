@@ -169,10 +169,10 @@ def test_kill_9_of_a_rank_under_torchrun(whole_runs: Callable[[int], Path], text
         while not (ranks := [pid for pid in descendants(process.pid) if "RANK" in environment_of(pid)]):
             assert process.poll() is None
         os.kill(random.SystemRandom().choice(ranks), signal.SIGKILL)
-        output = process.communicate(timeout=120)[0]
+        output = process.communicate(timeout=600)[0]
         assert process.returncode == 1, output
     process = launch("torchrun", arguments)
-    output = process.communicate(timeout=240)[0]
+    output = process.communicate(timeout=600)[0]
     assert process.returncode == 0, output
     same_end(tmp_path, whole_runs(FEW), FEW)
 

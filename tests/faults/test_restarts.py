@@ -49,7 +49,7 @@ def test_killed_ranks_start_again_and_the_run_ends_as_if_nothing_had_happened(
         above[rank], forked = looked_after(process, rank)
         assert rank != 0 or lease_holder(killed)["process"] == forked
         os.kill(forked, signal.SIGKILL)
-    output = process.communicate(timeout=240)[0]
+    output = process.communicate(timeout=600)[0]
     assert process.returncode == 0, output
     assert output.count("SIGKILL: ") == 2 and all(f", {number} of 3" in output for number in (1, 2)), output
     assert [(each["kind"], each["attempt"]) for each in read_incidents(killed)] == [("restart", 1), ("restart", 2)]
@@ -63,7 +63,7 @@ def test_a_rank_that_stands_still_is_ended_and_the_run_goes_on(text_dataset: Pat
     process = launch("torchrun", flags(text_dataset, tmp_path, **settings))
     wait_for_steps(process, tmp_path, 7)
     os.kill(looked_after(process, 1)[1], signal.SIGSTOP)
-    output = process.communicate(timeout=240)[0]
+    output = process.communicate(timeout=600)[0]
     assert process.returncode == 0, output
     (restart,) = read_incidents(tmp_path)
     assert "rank 1 " in restart["why"]
@@ -73,5 +73,5 @@ def test_a_rank_that_stands_still_is_ended_and_the_run_goes_on(text_dataset: Pat
 @pytest.mark.exhaustive
 def test_a_refusal_is_no_fault(text_dataset: Path, tmp_path: Path) -> None:
     process = launch("torchrun", flags(text_dataset, tmp_path, data__path=tmp_path, reliability__restarts=3))
-    output = process.communicate(timeout=240)[0]
+    output = process.communicate(timeout=600)[0]
     assert (process.returncode, "error: " in output, "start again" in output) == (1, True, False), output
