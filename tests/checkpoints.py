@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from tests.synthetic import data_group
+from trp_scale.checkpoint.document import CheckpointDocument
 from trp_scale.checkpoint.keeper import Keeper
-from trp_scale.checkpoint.manager import Content, Loaded, load
+from trp_scale.checkpoint.manager import Content, load
 from trp_scale.checkpoint.run_directory import checkpoint_path
 from trp_scale.checkpoint.writer import CheckpointWriter
 from trp_scale.config import CheckpointConfig
@@ -66,7 +67,7 @@ def save_trainer(
     )
 
 
-def load_trainer(trainer: Any, path: Path, engines: Any = None) -> Loaded:
+def load_trainer(trainer: Any, path: Path, engines: Any = None) -> CheckpointDocument:
     """Have a trainer that was made anew go on from a checkpoint, which is returned: it has the cursors of other sources
     than the trainer's own."""
     loaded = load(path, engine=engines or trainer.engine, group=data_group())
