@@ -21,6 +21,10 @@ def world() -> Group:
     return Group("world", dist.get_rank(), dist.get_world_size())
 
 
+def of_two() -> Environment:
+    return Environment(RankInfo(rank=dist.get_rank(), world=2, local_world=2), use_gpu=False)
+
+
 def versions() -> list[Finding]:
     with mock.patch.object(doctor.platform, "python_version", lambda: f"3.{10 + dist.get_rank()}.1"):
         return [*doctor._check_versions(world())]
@@ -36,14 +40,12 @@ def network() -> list[Finding]:
 
 
 def compute(slow: int) -> list[Finding]:
-    environment = Environment(RankInfo(rank=dist.get_rank(), world=2, local_world=2), use_gpu=False)
     work = (dist.get_rank() == slow) * 9 + 1.0
     with mock.patch.object(doctor, "_measure", lambda *_: work):
-        return [doctor._check_compute(environment)]
+        return [doctor._check_compute(of_two())]
 
 
 def reduce(damaged: bool) -> list[Finding]:
-    environment = Environment(RankInfo(rank=dist.get_rank(), world=2, local_world=2), use_gpu=False)
     right = dist.all_reduce
 
     def wrong(numbers: torch.Tensor, group: object) -> None:
@@ -51,11 +53,10 @@ def reduce(damaged: bool) -> list[Finding]:
         numbers[-1] += damaged and dist.get_rank() == 1
 
     with mock.patch.object(doctor.dist, "all_reduce", wrong):
-        return [doctor._check_all_reduce(environment, 1)]
+        return [doctor._check_all_reduce(of_two(), 1)]
 
 
 def collectives(damaged: str) -> list[Finding]:
-    environment = Environment(RankInfo(rank=dist.get_rank(), world=2, local_world=2), use_gpu=False)
     right = getattr(dist, damaged)
 
     def wrong(numbers: torch.Tensor, *arguments: object, **named: object) -> None:
@@ -63,7 +64,7 @@ def collectives(damaged: str) -> list[Finding]:
         numbers[-1] += dist.get_rank() == 1 and numbers.dtype == torch.bfloat16
 
     with mock.patch.object(doctor.dist, damaged, wrong):
-        return [doctor._check_collectives(environment, 16)]
+        return [doctor._check_collectives(of_two(), 16)]
 
 
 def storage(folders: list[str]) -> list[Finding]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
+from torch import Tensor
 
 from tests.synthetic import Result
+from trp_scale.core.batch import TaskLosses
+from trp_scale.core.engine import Engine
 
 RELATIVE = 1e-5
 """Largest norm of the difference over the norm of the weights."""
@@ -64,3 +67,21 @@ def steps_too_far(ours: Result, theirs: Result, *, exact: Sequence[str] = ("loss
         if getattr(mine, name)
         != pytest.approx(getattr(other, name), rel=1e-4 if name == "grad_norm" else 1e-5, abs=1e-9)
     ]
+
+
+def kept_bytes(engine: Engine, losses_of: Callable[[Engine], TaskLosses]) -> int:
+    """That a forward pass keeps for its backward pass, parameters left out; closes the engine."""
+    known = {each.untyped_storage().data_ptr() for each in engine.module.parameters()}
+    found: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in known:
+            found[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        losses = losses_of(engine)
+    assert losses.sums.isfinite().all()
+    engine.close()
+    return sum(found.values())

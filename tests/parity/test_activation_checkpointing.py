@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests.grids import always
+from tests.parity.compare import kept_bytes
 from tests.parity.test_compiled import traced
 from tests.ranks import Ranks
 from tests.runs import flags
@@ -108,20 +108,7 @@ def test_selective_is_refused_on_stage_3(two_ranks: Ranks) -> None:
 def bytes_kept(how: str) -> int:
     """By the blocks of a step's first forward pass, for its backward pass."""
     trainer = trainer_for(Layout(), small_config(Layout(), training={"activation_checkpointing": how}))
-    kept: dict[int, int] = {}
-    weights = {parameter.untyped_storage().data_ptr() for parameter in trainer.engine.module.parameters()}  # type: ignore[attr-defined]
-
-    def keep(tensor: Tensor) -> Tensor:
-        if tensor.untyped_storage().data_ptr() not in weights:
-            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    held = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: (held.append(tensor), keep(tensor))[1], lambda t: t):
-        losses = trainer.objective(trainer.engine, trainer.source.next_window()[0])
-    trainer.engine.close()
-    del losses
-    return sum(kept.values())
+    return kept_bytes(trainer.engine, lambda engine: trainer.objective(engine, trainer.source.next_window()[0]))
 
 
 def test_full_keeps_fewer_bytes_than_selective_would_and_none() -> None:

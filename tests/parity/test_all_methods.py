@@ -1,26 +1,25 @@
-"""Minimax weights, an adversary and learned masks in one run: the same on ZeRO-2 as on one process, and resumed
-(issue line 7)."""
+"""Minimax weights, an adversary and learned masks in one run: the same on ZeRO-2 as on one process.
+
+tests/distributed/test_learned_masks_resume.py stops such a run and resumes it.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.checkpoints import load_trainer, save_trainer
 from tests.grids import always
 from tests.parity.compare import RELATIVE, TRAVELLED, too_far
 from tests.parity.test_learned_masks import ROUNDING
 from tests.ranks import Ranks
 from tests.synthetic import Layout, Result
 from tests.synthetic_images import by_projection
-from tests.synthetic_masks import MasksRun, mask_config, masks_run
-from trp_scale.checkpoint.manager import EngineGroup
+from tests.synthetic_masks import mask_config, masks_run
 from trp_scale.core.batch import StepStats
 from trp_scale.methods.adversary.positions import PositionAdversary
 
@@ -50,18 +49,11 @@ class Everything:
     steps: list[StepStats]
 
 
-def group_of(run: MasksRun) -> EngineGroup:
-    return EngineGroup(run.engine, run.trainer.hooks.engines())
-
-
-def run_all(layout: Layout, settings: dict[str, Any], stop_at: int = 0, place: str = "") -> Everything:
-    """All steps, or up to `stop_at` into a checkpoint at `place` and from it on in parts that are made anew."""
+def run_all(layout: Layout, settings: dict[str, Any]) -> Everything:
     run = masks_run(layout, mask_config(layout, **settings), halves=True)
     initial = [by_projection(run.engine.full_weights()), run.trainer.hooks.engines()["masking_network"].full_weights()]
-    for _ in range(stop_at or STEPS):
+    for _ in range(STEPS):
         run.trainer.train_step()
-    if stop_at:
-        run = resumed(run, layout, settings, Path(place))
     assert run.hook is not None
     network = run.hook.masker.network
     ended = [by_projection(run.engine.full_weights()), network.full_weights()]
@@ -75,24 +67,6 @@ def run_all(layout: Layout, settings: dict[str, Any], stop_at: int = 0, place: s
     ]
     history = run.trainer.history
     return Everything(weights=results[0], network=results[1], vector=vector, head=head, steps=history)
-
-
-def resumed(run: MasksRun, layout: Layout, settings: dict[str, Any], place: Path) -> MasksRun:
-    """The same run in new parts, which take everything from a checkpoint, and its remaining steps."""
-    engines = group_of(run)
-    engines.prepare()
-    path = save_trainer(run.trainer, place, engines)
-    for engine in (run.engine, *run.trainer.hooks.engines().values()):
-        engine.close()
-    again = masks_run(layout, mask_config(layout, **settings), halves=True)
-    loaded = load_trainer(again.trainer, path, group_of(again))
-    assert again.hook is not None and run.hook is not None
-    for name in ("train", "validation"):
-        mine, theirs = (each.outer.sources for each in (again.hook, run.hook))  # type: ignore[attr-defined]
-        getattr(mine, name).cursor = getattr(theirs, name).cursor
-    for _ in range(STEPS - loaded.step):
-        again.trainer.train_step()
-    return again
 
 
 @lru_cache
@@ -124,14 +98,3 @@ def test_all_three_on_zero_2_are_those_of_one_process(two_ranks: Ranks, estimate
     assert abs(theirs.steps[-1].task_weights[0] - 0.5) > 1e-4
     assert float(theirs.vector.abs().max()) > 0.01
     assert all(not torch.equal(value, theirs.network.initial[name]) for name, value in theirs.network.weights.items())
-
-
-def test_all_their_states_are_resumed_on_zero_2(two_ranks: Ranks, tmp_path: Path) -> None:
-    """Stopped after three of six steps: in the middle of a cycle."""
-    settings = changes("lagged", "parallel")
-    whole = two_ranks(run_all, ZERO2, settings)[0]
-    parts = two_ranks(run_all, ZERO2, settings, 3, str(tmp_path))[0]
-    for mine, other in ((parts.weights, whole.weights), (parts.network, whole.network)):
-        assert all(torch.equal(mine.weights[name], value) for name, value in other.weights.items())
-    assert torch.equal(parts.vector, whole.vector)
-    assert [stats.loss for stats in parts.steps] == [stats.loss for stats in whole.steps[3:]]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -13,14 +12,14 @@ from torch import Tensor, nn
 import tests.synthetic as synthetic
 from tests.distributed.test_precision import LOSSES, TRAVELLED, apart
 from tests.grids import always
-from tests.parity.compare import steps_too_far, too_far
+from tests.parity.compare import kept_bytes, steps_too_far, too_far
 from tests.parity.test_partition import sometimes_absent
 from tests.parity.test_tensor_parallel import DROPOUT, METHODS, CutApart, changes, half_by_half
 from tests.parity.test_tensor_parallel import reference as reference_of
 from tests.ranks import Ranks
 from tests.synthetic import Layout, Result, data_group, make_engine, run, small_config
-from trp_scale.core.batch import Batch, TaskLosses
-from trp_scale.core.engine import Engine, EngineError
+from trp_scale.core.batch import Batch
+from trp_scale.core.engine import EngineError
 from trp_scale.pretraining.pos_bert.model import Layer
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed: the extra [megatron]")
@@ -106,24 +105,6 @@ def reference_with_dropout() -> Result:
 def test_each_rank_draws_the_dropout_of_its_tokens(two_ranks: Ranks) -> None:
     ours = two_ranks(run, layout(SPLIT), changes("exact", **DROPOUT), sometimes_absent)[0]
     assert too_far(ours, reference_with_dropout()) == []
-
-
-def kept_bytes(engine: Engine, losses_of: Callable[[Engine], TaskLosses]) -> int:
-    """That a forward pass keeps for its backward pass, parameters left out; closes the engine."""
-    known = {each.untyped_storage().data_ptr() for each in engine.module.parameters()}
-    found: dict[int, int] = {}
-
-    def keep(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in known:
-            found[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        losses = losses_of(engine)
-    assert losses.sums.isfinite().all()
-    engine.close()
-    return sum(found.values())
 
 
 def saved_bytes(own: Layout, layers: int) -> int:

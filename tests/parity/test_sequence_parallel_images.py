@@ -11,7 +11,7 @@ import torch
 
 from tests.distributed.test_precision import LOSSES, TRAVELLED, apart
 from tests.grids import always
-from tests.parity.compare import steps_too_far
+from tests.parity.compare import kept_bytes, steps_too_far
 from tests.parity.test_learned_masks import changes as masks_changes
 from tests.parity.test_learned_masks import differences as masks_differences
 from tests.parity.test_learned_masks import reference as masks_reference
@@ -20,7 +20,7 @@ from tests.parity.test_modalities import changes as modality_changes
 from tests.parity.test_second_levels import LEVELS
 from tests.parity.test_second_levels import agree as levels_agree
 from tests.parity.test_second_levels import changes as level_changes
-from tests.parity.test_sequence_parallel import CUT, SPLIT, kept_bytes, layout
+from tests.parity.test_sequence_parallel import CUT, SPLIT, layout
 from tests.parity.test_tensor_parallel import IMAGES, image_differences
 from tests.ranks import Ranks
 from tests.synthetic import Layout, Result, data_group
