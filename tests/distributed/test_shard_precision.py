@@ -15,7 +15,6 @@ from tests.ranks import Ranks
 from tests.synthetic import Layout
 
 BF16: dict[str, Any] = {"training": {"precision": "bf16"}}
-FP16: dict[str, Any] = {"training": {"precision": "fp16"}}
 DIFFERENCE = 1e-2
 AUTOCAST = [name for name in LAYOUTS if name not in ("zero1", "zero3_offload")]
 """zero1 differs from zero2, and zero3_offload from zero3, in nothing that autocast knows."""

@@ -9,11 +9,8 @@ import json
 import random
 import struct
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
-
-Content = bytes
-Mutation = Callable[[Content, random.Random], Content]
 
 LENGTHS = (0, 1, -1, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**63 - 1, 2**63, 2**64 - 1, 2**64, 10**9)
 """Where a length, an offset or a count may go wrong."""

@@ -19,14 +19,12 @@ class Target:
         kind: of its content, as `mutations.mutated` has it.
         within: takes what is mutated out of the file's content; with `joined`. None: all of it.
         joined: makes the file's content of the mutated part and the sound content, checksums and all.
-        after: mends other files that hold checksums of this one, once it is written.
     """
 
     path: Path
     kind: str
     within: Callable[[bytes], bytes] | None = None
     joined: Callable[[bytes, bytes], bytes] | None = None
-    after: Callable[[], None] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
