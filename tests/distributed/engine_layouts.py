@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -67,8 +68,11 @@ def on_each_rank(two_ranks: Ranks, name: str, function: Callable[..., Any], *arg
     return [function(layout, *arguments)] if name == "plain" else two_ranks(function, layout, *arguments)
 
 
-on_each_rank_once = functools.cache(on_each_rank)
-"""The same, kept for other tests that look at it."""
+@functools.cache
+def on_each_rank_once(two_ranks: Ranks, name: str, function: Callable[..., Any]) -> list[Any]:
+    """Return the same, kept for other tests that look at it; copied, since each tensor of another process keeps a file
+    open."""
+    return copy.deepcopy(on_each_rank(two_ranks, name, function))
 
 
 @contextmanager
