@@ -14,7 +14,7 @@ from tests.unit.evaluation.test_evaluate import reddish, tuned_run
 from tests.unit.evaluation.test_pretrained_losses import trained
 from tests.unit.finetuning.dense.test_task import flags as dense_flags
 from trp_scale.cli import main as cli
-from trp_scale.evaluation.probe.features import _read
+from trp_scale.evaluation.probe.classifiers import _read
 from trp_scale.reporting.results import read_results
 
 

@@ -32,7 +32,7 @@ from trp_scale.config.run_flags import require_modules
 from trp_scale.distributed.groups import ALONE
 from trp_scale.engines import ds_config
 from trp_scale.errors import RefusedError
-from trp_scale.evaluation.probe.features import _read as read_features
+from trp_scale.evaluation.probe.classifiers import _read as read_features
 from trp_scale.finetuning.encoders import open_encoder
 from trp_scale.pretraining.mae.weights import stored_positions
 from trp_scale.pretraining.pos_bert.settings import PosBertConfig

@@ -181,24 +181,24 @@ def check_probe(arguments: ProbeArguments) -> ProbeArguments:
         arguments.pooling = "class" if of_mae else "mean"
     if arguments.linear.crops == "auto":
         arguments.linear.crops = "fresh" if of_mae else "cached"
-    if problems := [*_problems(arguments), *(_differences_from_mae(arguments) if of_mae else ())]:
+    problems, protocol = (
+        _problems(arguments),
+        (
+            ("method", arguments.method, "linear"),
+            ("pooling", arguments.pooling, "class"),
+            ("linear.crops", arguments.linear.crops, "fresh"),
+            ("seen", arguments.seen, "centre"),
+            ("centre_share", arguments.centre_share, 0.875),
+        ),
+    )
+    for flag, value, allowed in protocol if of_mae else ():
+        if value != allowed:
+            problems.append(f"--{flag} is {value}; allowed with --protocol mae: {allowed}")
+    if problems:
         raise RefusedError("\n".join(problems))
     if arguments.weights == "average":
         arguments.from_ += AVERAGE
     return arguments
-
-
-def _differences_from_mae(arguments: ProbeArguments) -> Iterator[str]:
-    """Yield a problem for each flag that contradicts --protocol mae."""
-    for flag, value, allowed in (
-        ("method", arguments.method, "linear"),
-        ("pooling", arguments.pooling, "class"),
-        ("linear.crops", arguments.linear.crops, "fresh"),
-        ("seen", arguments.seen, "centre"),
-        ("centre_share", arguments.centre_share, 0.875),
-    ):
-        if value != allowed:
-            yield f"--{flag} is {value}; allowed with --protocol mae: {allowed}"
 
 
 def _problems(arguments: ProbeArguments) -> list[str]:
@@ -354,33 +354,21 @@ ROBUSTNESS_TITLES = {
 Sketch: Wang et al. 2019; C: Hendrycks and Dietterich 2019."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class RobustnessSet:
-    """Robustness set. Attributes: name: a, r, sketch or c; directory: of its shards."""
-
-    name: str
-    directory: Path
-
-    @property
-    def title(self) -> str:
-        """Published name."""
-        return ROBUSTNESS_TITLES[self.name]
-
-
-def parse_robustness_sets(words: Sequence[str]) -> list[RobustnessSet]:
-    """Parse ["a=DIR", "c=DIR"]. Raises RefusedError for an unknown or repeated set, or a missing directory."""
-    sets: list[RobustnessSet] = []
+def parse_robustness_sets(words: Sequence[str]) -> dict[str, Path]:
+    """Parse ["a=DIR", "c=DIR"]: directories of shards by set name. Raises RefusedError for an unknown or repeated set,
+    or a missing directory."""
+    sets: dict[str, Path] = {}
     allowed = ", ".join(f"{name}=DIR ({title})" for name, title in ROBUSTNESS_TITLES.items())
     for word in words:
         name, equals, directory = word.partition("=")
         name = name.strip().lower()
         if name not in ROBUSTNESS_TITLES or not equals or not directory:
             raise RefusedError(f"--robustness {word}: allowed: {allowed}")
-        if name in {chosen.name for chosen in sets}:
+        if name in sets:
             raise RefusedError(f"--robustness {word}: {ROBUSTNESS_TITLES[name]} is given twice; allowed: once")
         if not Path(directory).is_dir():
             raise RefusedError(f"--robustness {word}: no such directory")
-        sets.append(RobustnessSet(name=name, directory=Path(directory)))
+        sets[name] = Path(directory)
     return sets
 
 

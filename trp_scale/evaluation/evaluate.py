@@ -13,7 +13,7 @@ from typing import Any
 
 from trp_scale.checkpoint.export import while_training
 from trp_scale.checkpoint.initial_weights import is_run
-from trp_scale.config import AVERAGE, PretrainConfig, RefusedError, Weights
+from trp_scale.config import AVERAGE, PretrainConfig, RefusedError
 from trp_scale.config.finetuning import FinetuneConfig, GroupDownstreamConfig, ImageTaskConfig
 from trp_scale.data.images.leakage import image_datasets, shared_images
 from trp_scale.data.mixture import MemberPath, parse_members, parse_paths
@@ -22,7 +22,7 @@ from trp_scale.data.sources import Chosen, Rows, within_cpus
 from trp_scale.distributed.environment import Environment
 from trp_scale.distributed.groups import Group, check_shared_directory, on_rank_zero
 from trp_scale.errors import DataError, finding
-from trp_scale.evaluation.arguments import EvaluateArguments, RobustnessSet, parse_robustness_sets
+from trp_scale.evaluation.arguments import EvaluateArguments, parse_robustness_sets
 from trp_scale.finetuning.measurement import (
     Collector,
     ReadRun,
@@ -54,23 +54,9 @@ from trp_scale.training.loop import validate
 
 logger = logging.getLogger(__name__)
 
-LOSS = "loss"
-"""Name of the figure, as in metrics.jsonl."""
-
-
-def read_pretrained(source: Path, weights: Weights = "last") -> ReadRun | None:
-    """Open a run of `trp-scale pretrain`; `None` if the directory is something else."""
-    run = open_run(source, weights) if is_run(source) else None
-    return run if run is not None and isinstance(run.config, PretrainConfig) else None
-
 
 def refuse_flags(arguments: EvaluateArguments, flags: Sequence[str], kinds: str) -> None:
-    """Refuse flags that do not apply to the run. Raises RefusedError that names the flag.
-
-    Args:
-        flags: without dashes.
-        kinds: runs that they apply to.
-    """
+    """Refuse flags, without dashes, that apply to other `kinds` of runs. Raises RefusedError that names the flag."""
     for flag in flags:
         if getattr(arguments, flag):
             raise RefusedError(f"--{flag} is for {kinds}, which --run {arguments.run} is not; leave it out")
@@ -107,11 +93,11 @@ def measure_losses(run: ReadRun, arguments: EvaluateArguments, environment: Envi
     results = [
         SeedResult(
             task=name,
-            metric=LOSS,
+            metric="loss",  # as in metrics.jsonl
             split=arguments.split or ("test" if arguments.data else "dev"),
             lower_is_better=True,
             seed=config.training.seed,
-            metrics={LOSS: task["loss"]},
+            metrics={"loss": task["loss"]},
             detail={"elements": task["count"], "rows": plan.rows},
             rows=f"{plan.rows} rows of {rows.digest()[:12]} ({which})",
             judged=name in balanced,
@@ -187,10 +173,6 @@ def _held_out(run: ReadRun, config: PretrainConfig, rows: Rows, paths: Sequence[
     ]
 
 
-EVALUATIONS = "evaluations"
-"""Directory in a run directory with the results of later evaluations."""
-
-
 @while_training
 def evaluate(arguments: EvaluateArguments) -> Measurement:
     """Run `trp-scale evaluate`; return the result, the same on every rank. It has no tasks if the measured rows have no
@@ -200,7 +182,8 @@ def evaluate(arguments: EvaluateArguments) -> Measurement:
     baseline = None if arguments.baseline is None else read_results(arguments.baseline)
     with Environment() as environment:
         world = environment.world
-        pretrained = read_pretrained(arguments.run, arguments.weights)
+        run = open_run(arguments.run, arguments.weights) if is_run(arguments.run) else None
+        pretrained = run if run is not None and isinstance(run.config, PretrainConfig) else None
         if pretrained is not None:
             refuse_flags(
                 arguments,
@@ -208,7 +191,7 @@ def evaluate(arguments: EvaluateArguments) -> Measurement:
                 "runs of trp-scale finetune",
             )
         run_dir = arguments.run if pretrained is None else pretrained.directory
-        output = arguments.output or run_dir / EVALUATIONS / _name(arguments, sets)
+        output = arguments.output or run_dir / "evaluations" / _name(arguments, sets)
         predictions: list[Path] = []
         with create_directories(output, arguments.predictions, world=world):
             if pretrained is None:
@@ -243,14 +226,14 @@ def create_directories(*paths: Path | None, world: Group) -> Iterator[None]:
 def _masks(source: str, arguments: EvaluateArguments) -> Results:
     """Measure how a run's masks overlap with objects."""
     from trp_scale.evaluation.figures.masks_on_objects import measure_masks
-    from trp_scale.evaluation.figures.trained_images import load_trained_images
+    from trp_scale.evaluation.figures.trained_images import TrainedImages
 
     background = arguments.background.split(",")
-    return measure_masks(load_trained_images(source), arguments.data, background, arguments.rows)
+    return measure_masks(TrainedImages(source), arguments.data, background, arguments.rows)
 
 
 def _evaluate_finetuned(
-    arguments: EvaluateArguments, sets: list[RobustnessSet], environment: Environment, predictions: list[Path]
+    arguments: EvaluateArguments, sets: dict[str, Path], environment: Environment, predictions: list[Path]
 ) -> Results:
     """Measure all tasks and seeds of a `trp-scale finetune` directory; append the written files to `predictions`."""
     refuse_flags(arguments, ("background", "rows"), "runs of pre-training")
@@ -269,7 +252,7 @@ def _evaluate_finetuned(
             classifier = RobustClassifier(
                 run, environment, classes_of=arguments.classes, micro_size=arguments.micro_size
             )
-            return [classifier.measure(images, partial=arguments.partial) for images in sets]
+            return [classifier.measure(*images, partial=arguments.partial) for images in sets.items()]
         directory = arguments.predictions
         if directory is not None and several:
             directory /= f"seed_{run.config.training.seed}"
@@ -284,9 +267,9 @@ def _evaluate_finetuned(
     return Results(recipe=recipe, encoder=encoder, tasks=tasks)
 
 
-def _name(arguments: EvaluateArguments, sets: list[RobustnessSet]) -> str:
+def _name(arguments: EvaluateArguments, sets: dict[str, Path]) -> str:
     if sets:
-        parts = ["robustness", *(robustness_set.name for robustness_set in sets)]
+        parts = ["robustness", *sets]
     else:
         parts = [Path(arguments.data).resolve().name if arguments.data else "own", arguments.split or ""]
         parts += [str(arguments.rows or ""), "masks" if arguments.background else ""]

@@ -21,11 +21,11 @@ from trp_scale.config import RefusedError
 from trp_scale.core.batch import Batch
 from trp_scale.distributed.environment import Environment
 from trp_scale.distributed.groups import Group
-from trp_scale.evaluation.arguments import RobustnessSet
+from trp_scale.evaluation.arguments import ROBUSTNESS_TITLES
 from trp_scale.evaluation.probe.images import open_probed
 from trp_scale.finetuning.classification.settings import ClassificationTaskConfig
 from trp_scale.finetuning.classification.task import ImageClassification, ImageClassifier, open_labelled
-from trp_scale.finetuning.measurement import GatheredRows, PredictingEngine, ReadRun, predict, predicting_engine
+from trp_scale.finetuning.measurement import GatheredRows, ReadRun, predict, predicting_engine
 from trp_scale.reporting.results import SeedResult
 
 logger = logging.getLogger(__name__)
@@ -108,15 +108,10 @@ the authors' code."""
 SEVERITIES = (1, 2, 3, 4, 5)
 ALL_ERRORS = len(ALEXNET_ERRORS) * len(SEVERITIES)
 
-Errors = Mapping[str, Mapping[int, float]]
-"""Top-1 error by corruption and severity, shares of 1."""
 
-
-def corruption_errors(errors: Errors) -> tuple[dict[str, float], dict[str, float]]:
-    """Return the mean error over severities by corruption, and its ratio to AlexNet's mean over all five.
-
-    With all severities the ratio is CE_c = sum_s E_{s,c} / sum_s E^AlexNet_{s,c}.
-    """
+def corruption_errors(errors: Mapping[str, Mapping[int, float]]) -> tuple[dict[str, float], dict[str, float]]:
+    """Return the mean of the top-1 errors of the severities by corruption, and its ratio to AlexNet's mean over all
+    five. With all severities the ratio is CE_c = sum_s E_{s,c} / sum_s E^AlexNet_{s,c}."""
     means = {name: statistics.fmean(levels.values()) for name, levels in errors.items()}
     return means, {name: mean / ALEXNET_ERRORS[name] for name, mean in means.items()}
 
@@ -173,10 +168,6 @@ class RobustClassifier:
         self.config.batch.micro_size = micro_size or self.config.batch.micro_rows
         self.config.batch.global_size = self.config.batch.micro_rows * environment.data.size
         self.environment, self.seed = environment, run.config.training.seed
-        self.classes = self._names(run, classes_of)
-        self.engine: PredictingEngine = predicting_engine(ImageClassifier(config), run, environment)
-
-    def _names(self, run: ReadRun, classes_of: str) -> tuple[str, ...]:
         names = open_labelled(classes_of).meta.classes if classes_of else run.classes
         if names is None:
             raise RefusedError(
@@ -188,7 +179,8 @@ class RobustClassifier:
                 f"--classes {classes_of}: {len(names)} classes found, the model has {run.config.downstream.classes}; "
                 "give the data set it was trained on"
             )
-        return names
+        self.classes: tuple[str, ...] = names
+        self.engine = predicting_engine(ImageClassifier(config), run, environment)
 
     def accuracy(self, directory: Path, *, whole: bool = False) -> dict[str, Any]:
         """Return the accuracy on all images of a set, among its classes, and the counts. Collective. Raises DataError
@@ -206,38 +198,39 @@ class RobustClassifier:
         predict(self.engine, ImageClassification().logits, images.batches(group), [metrics])
         return metrics.finish(group)
 
-    def measure(self, images: RobustnessSet, *, partial: bool) -> SeedResult:
-        """Measure one set. Collective.
+    def measure(self, name: str, directory: Path, *, partial: bool) -> SeedResult:
+        """Measure the set `name`. Collective. `partial`: whether ImageNet-C may be incomplete."""
+        metrics = self.on_corruptions(directory, partial=partial) if name == "c" else self.accuracy(directory)
+        metric = next(iter(metrics))
+        return SeedResult(
+            task=ROBUSTNESS_TITLES[name],
+            metric=metric,
+            split="test",
+            lower_is_better=metric != "accuracy",
+            seed=self.seed,
+            detail=metrics.pop("detail"),
+            metrics=metrics,
+        )
 
-        Args:
-            partial: whether ImageNet-C may be incomplete.
-        """
-        if images.name == "c":
-            return self.on_corruptions(images, partial=partial)
-        accuracy = self.accuracy(images.directory)
-        detail = accuracy.pop("detail")
-        return self._result(images, "accuracy", accuracy, detail)
-
-    def on_corruptions(self, images: RobustnessSet, *, partial: bool) -> SeedResult:
-        """Return the mean corruption error. ImageNet-C's images are 224-pixel centre crops already, and published
-        errors are of whole images."""
+    def on_corruptions(self, directory: Path, *, partial: bool) -> dict[str, Any]:
+        """Return the mean corruption error, further errors and "detail". ImageNet-C's images are 224-pixel centre crops
+        already, and published errors are of whole images."""
         present = {
-            name: [level for level in SEVERITIES if (images.directory / name / str(level) / "dataset.json").is_file()]
+            name: [level for level in SEVERITIES if (directory / name / str(level) / "dataset.json").is_file()]
             for name in ALEXNET_ERRORS
         }
-        check_complete(present, str(images.directory), partial=partial)
+        check_complete(present, str(directory), partial=partial)
         if len(self.classes) != IMAGENET:
             logger.warning(
                 "%s: the model has %d classes; AlexNet's reference errors are for ImageNet's %d, so the mean "
                 "corruption error is not comparable with published figures",
-                images.directory,
+                directory,
                 len(self.classes),
                 IMAGENET,
             )
         errors = {
             name: {
-                level: 1.0 - self.accuracy(images.directory / name / str(level), whole=True)["accuracy"]
-                for level in levels
+                level: 1.0 - self.accuracy(directory / name / str(level), whole=True)["accuracy"] for level in levels
             }
             for name, levels in present.items()
             if levels
@@ -245,27 +238,13 @@ class RobustClassifier:
         means, relative = corruption_errors(errors)
         count = sum(map(len, errors.values()))
         label = "" if count == ALL_ERRORS else f" (partial: {count} of {ALL_ERRORS})"
-        metric = f"mean_corruption_error{label}"
-        metrics = {
-            metric: statistics.fmean(relative.values()),
-            f"mean_error{label}": statistics.fmean(means.values()),
-            **{f"error_{name}": value for name, value in means.items()},
-        }
         detail = {
             "errors": {name: {str(level): error for level, error in levels.items()} for name, levels in errors.items()},
             "corruption_errors": relative,
         }
-        return self._result(images, metric, metrics, detail)
-
-    def _result(
-        self, images: RobustnessSet, metric: str, metrics: dict[str, float], detail: dict[str, Any]
-    ) -> SeedResult:
-        return SeedResult(
-            task=images.title,
-            metric=metric,
-            split="test",
-            lower_is_better=metric != "accuracy",
-            seed=self.seed,
-            metrics=metrics,
-            detail=detail,
-        )
+        return {
+            f"mean_corruption_error{label}": statistics.fmean(relative.values()),
+            f"mean_error{label}": statistics.fmean(means.values()),
+            **{f"error_{name}": value for name, value in means.items()},
+            "detail": detail,
+        }

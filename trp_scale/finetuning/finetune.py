@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from trp_scale.checkpoint.run_directory import adopt_unrecorded, check_settings
 from trp_scale.config import Config, RefusedError
@@ -177,7 +177,7 @@ def run_seed(
         if len(tasks) == 1 and not earlier:  # no collective here: the first build may only derive sizes
             refuse_learned_images(config)
         check_same_data(run_dir, tasks[-1].sources.digest(), earlier)
-        return cast(Upstream, tasks[-1])  # `Run` uses only what both have
+        return tasks[-1]
 
     def make(rollback: Rollback | None) -> Run:
         phase(f"{arguments.config.downstream.task}, seed {arguments.config.training.seed}: opening")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -19,8 +19,6 @@ from trp_scale.config import RefusedError, count_steps
 from trp_scale.config.finetuning import FinetuneConfig, ImageTaskConfig
 from trp_scale.config.registry import find
 from trp_scale.core.batch import Batch, TaskLosses, membership
-from trp_scale.core.hooks import Hook
-from trp_scale.core.run import Objective, RunContext
 from trp_scale.data.fetch import BatchBuilder
 from trp_scale.data.hashing import Integers, Words, mix, stream
 from trp_scale.data.mixture import MemberPath, parse_paths
@@ -34,6 +32,7 @@ from trp_scale.finetuning.encoders import load_weights, open_encoder
 from trp_scale.finetuning.groups import GroupAccuracy, GroupedBuilder, Groups
 from trp_scale.finetuning.measurement import Metrics, Predictions, all_blocks
 from trp_scale.models.counting import TRAINING_OVER_FORWARD, count_flops
+from trp_scale.pretraining.base import Upstream
 from trp_scale.reporting.results import SeedResult
 
 if TYPE_CHECKING:
@@ -76,8 +75,8 @@ Run = TypeVar("Run", bound=FinetuneConfig)
 ImageRun = TypeVar("ImageRun", bound=ImageTaskConfig)
 
 
-class DownstreamTask(ABC, Generic[Run]):
-    """Data, model, objective and metrics of fine-tuning; has the interface of an upstream (pretraining/base.py).
+class DownstreamTask(Upstream, Generic[Run]):
+    """Data, model, objective and metrics of fine-tuning; an upstream whose data are opened by its class.
 
     Attributes:
         name: in tables.
@@ -85,19 +84,14 @@ class DownstreamTask(ABC, Generic[Run]):
         split: of the measured rows: dev, test or held_out.
         unlabelled: why the measured rows have no labels; "" if they have labels.
         pictures: "module:function" that draws predictions (evaluation/figures/represent.py: DrawRuns), or "".
-        positions_per_step: sequence positions of a step on all ranks, padding included.
         groups: of the rows; `None` without.
-        resumes, weights_message: as of an upstream.
     """
 
     pictures: ClassVar[str] = ""
-    resumes, weights_message = False, ""
     name: str
     metric: str
     lower_is_better = False
     unlabelled = ""
-    objective: Objective
-    positions_per_step: int
     groups: Groups | None = None
 
     def __init__(self, config: Run, sources: Sources) -> None:
@@ -109,10 +103,6 @@ class DownstreamTask(ABC, Generic[Run]):
     def step_flops(self) -> float:
         """Model FLOPs of a training step on all ranks; 0.0 if the task does not count them."""
         return 0.0
-
-    @abstractmethod
-    def model(self) -> nn.Module:
-        """Build the unsharded model with its initial weights on the CPU."""
 
     @abstractmethod
     def predict(self, forward: Callable[..., Any], batch: Batch) -> Any:
@@ -131,18 +121,6 @@ class DownstreamTask(ABC, Generic[Run]):
     def report_groups(self, metrics: Metrics) -> Metrics:
         """Return metrics that also report groups if there are any."""
         return metrics if self.groups is None else GroupAccuracy(metrics, self.groups)
-
-    def worst_case_batch(self, batch: Batch) -> Batch:
-        return batch
-
-    def hooks(self, run: RunContext) -> list[Hook]:
-        return []
-
-    def save_assets(self, run_dir: Path, world: Group) -> None:
-        """Store files that the settings do not describe, such as a tokenizer."""
-
-    def checkpoint_extra(self) -> dict[str, Any]:
-        return {}
 
     def restore_extra(self, extra: Mapping[str, Any]) -> None:
         """Restore the values that `checkpoint_extra` stored: the training data may no longer exist."""
@@ -369,6 +347,10 @@ class SampledRows:
     row: Integers
     member: Integers
 
+    def take(self, rows: Integers) -> SampledRows:
+        """Select rows by their numbers [m]."""
+        return SampledRows(**{name: values[rows] for name, values in vars(self).items()})
+
     @property
     def keys(self) -> Sequence[str]:
         return [f"{block}/{row}" for block, row in zip(self.block.tolist(), self.row.tolist(), strict=True)]
@@ -404,18 +386,15 @@ def select_groups(rows: Rows, chosen: Sequence[Chosen]) -> Integers:
 
 def sample_groups(whole: Rows, allowed: Sequence[Chosen], groups: Groups) -> tuple[Rows, list[MemberPath]]:
     """Return the rows of the allowed blocks as a mixture with a member of equal weight for each group."""
-    identities, member, block, row = (np.concatenate(parts) for parts in zip(*_row_columns(whole.blocks), strict=True))
-    may = np.concatenate([mask[_block_of_rows(blocks)] for blocks, mask in zip(whole.blocks, allowed, strict=True)])
+    table, may = list_rows(whole.blocks, allowed)
     numbers = select_groups(whole, all_blocks(whole.blocks))
     chosen, paths = [], []
     for number, name in enumerate(groups.names):
         rows = np.flatnonzero(may & (numbers == number))
         if len(rows):
-            columns = {"block": block[rows], "row": row[rows], "member": member[rows]}
-            chosen.append(SampledRows(identities=identities[rows], **columns))
+            chosen.append(table.take(rows))
             paths.append(MemberPath(name=name, weight=Fraction(1), path=Path(groups.source)))
-    builder = SampledRowsBuilder(builder=whole.builder, chosen=chosen)
-    return replace(whole, blocks=chosen, builder=builder, labels=None, stored=()), paths
+    return replace_rows(whole, chosen), paths
 
 
 def sample_rows(whole: Rows, allowed: Sequence[Chosen], count: int, *, seed: int) -> Rows:
@@ -426,27 +405,28 @@ def sample_rows(whole: Rows, allowed: Sequence[Chosen], count: int, *, seed: int
     Raises:
         RefusedError: fewer rows exist, or a data set gets none.
     """
-    identities, member, block, row = (np.concatenate(parts) for parts in zip(*_row_columns(whole.blocks), strict=True))
-    labels = np.zeros(len(block), np.int64) if whole.labels is None else np.concatenate(whole.labels)
-    may = np.concatenate([mask[_block_of_rows(blocks)] for blocks, mask in zip(whole.blocks, allowed, strict=True)])
+    table, may = list_rows(whole.blocks, allowed)
+    labels = np.zeros(len(may), np.int64) if whole.labels is None else np.concatenate(whole.labels)
     usable = np.flatnonzero(may)
     if count > len(usable):
         raise RefusedError(
             f"--downstream.rows is {count}, allowed: at most the {len(usable)} training rows, or 0 for all"
         )
-    drawn = mix(identities[usable] ^ np.uint64(stream(seed, "few rows")))
+    drawn = mix(table.identities[usable] ^ np.uint64(stream(seed, "few rows")))
     usable = usable[np.lexsort((drawn, labels[usable]))]  # by label, then in random order
     _, sizes = np.unique(labels[usable], return_counts=True)
     rank = np.arange(len(usable)) - np.repeat(np.cumsum(sizes) - sizes, sizes)  # of a row within its label
     picked = np.sort(usable[rank < np.repeat(label_counts(sizes, count), sizes)])
-    chosen = [
-        SampledRows(identities=identities[rows], block=block[rows], row=row[rows], member=member[rows])
-        for rows in (picked[member[picked] == number] for number in range(len(whole.blocks)))
-    ]
+    chosen = [table.take(picked[table.member[picked] == number]) for number in range(len(whole.blocks))]
     if empty := [number for number, rows in enumerate(chosen) if not len(rows.block)]:
         raise RefusedError(
             f"--downstream.rows is {count}: data set {empty[0]} of the mixture gets no row; allowed: more rows"
         )
+    return replace_rows(whole, chosen)
+
+
+def replace_rows(whole: Rows, chosen: list[SampledRows]) -> Rows:
+    """Return sampled rows with the builder of the whole data sets."""
     builder = SampledRowsBuilder(builder=whole.builder, chosen=chosen)
     return replace(whole, blocks=chosen, builder=builder, labels=None, stored=())
 
@@ -464,13 +444,14 @@ def _block_of_rows(blocks: Blocks) -> Integers:
     return numbers
 
 
-def _row_columns(tables: Sequence[Blocks]) -> list[tuple[Words, Integers, Integers, Integers]]:
-    """Return columns [n] for each data set's rows in stored order: identity, number of the data set, block, row."""
+def list_rows(tables: Sequence[Blocks], allowed: Sequence[Chosen]) -> tuple[SampledRows, Chosen]:
+    """Return all rows of the data sets in stored order, and whether each is in an allowed block, [n]."""
     columns = []
-    for number, blocks in enumerate(tables):
+    for number, (blocks, mask) in enumerate(zip(tables, allowed, strict=True)):
         counts = np.asarray(blocks.rows, dtype=np.int64)
         block = _block_of_rows(blocks)
         row = np.arange(len(block)) - np.repeat(np.cumsum(counts) - counts, counts)
         identities = row_identities(np.asarray(blocks.identities)[block], row)
-        columns.append((identities, np.full(len(block), number), block, row))
-    return columns
+        columns.append((identities, block, row, np.full(len(block), number), mask[block]))
+    identities, block, row, member, may = (np.concatenate(parts) for parts in zip(*columns, strict=True))
+    return SampledRows(identities=identities, block=block, row=row, member=member), may

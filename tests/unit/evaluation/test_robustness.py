@@ -17,7 +17,6 @@ from trp_scale.config import RefusedError
 from trp_scale.core.batch import Batch
 from trp_scale.distributed.environment import Environment
 from trp_scale.distributed.groups import ALONE
-from trp_scale.evaluation.arguments import RobustnessSet
 from trp_scale.evaluation.probe.images import open_probed
 from trp_scale.evaluation.robustness import (
     ALEXNET_ERRORS,
@@ -128,7 +127,7 @@ def test_corrupted_images_are_seen_as_they_are(tuned: Path, tmp_path: Path) -> N
         centre, whole = (classifier.accuracy(data, whole=whole)["accuracy"] for whole in (False, True))
         (tmp_path / "c" / "fog").mkdir(parents=True)
         data.rename(tmp_path / "c" / "fog" / "3")
-        result = classifier.on_corruptions(RobustnessSet(name="c", directory=tmp_path / "c"), partial=True)
+        result = classifier.measure("c", tmp_path / "c", partial=True)
     assert whole == pytest.approx(float((logits.argmax(1) == labels).double().mean())) and whole != centre
     assert result.detail["errors"] == {"fog": {"3": pytest.approx(1 - whole)}}
 

@@ -15,7 +15,7 @@ import torch
 from trp_scale.checkpoint.export import while_training
 from trp_scale.checkpoint.format import named_weights
 from trp_scale.checkpoint.initial_weights import is_run
-from trp_scale.config import AVERAGE, RefusedError
+from trp_scale.config import AVERAGE, PretrainConfig, RefusedError
 from trp_scale.config.registry import find, import_name
 from trp_scale.config.registry import names as registered_names
 from trp_scale.config.settings import check_settings
@@ -42,11 +42,11 @@ from trp_scale.evaluation.figures.features import (
     project_to_plane,
 )
 from trp_scale.evaluation.figures.pictures import Picture, draw_trained, figure_class
-from trp_scale.evaluation.figures.trained_images import load_trained, upstream_name
+from trp_scale.evaluation.figures.trained_images import load_trained
 from trp_scale.evaluation.probe.classifiers import require_scikit_learn
 from trp_scale.finetuning.arguments import SCRATCH
 from trp_scale.finetuning.classification.settings import ClassificationTaskConfig
-from trp_scale.finetuning.measurement import ReadRun, read_run
+from trp_scale.finetuning.measurement import ReadRun, open_run, read_run
 from trp_scale.pretraining.base import find_upstream
 from trp_scale.reporting.comparison import names
 from trp_scale.reporting.document import Page, PageSection, Pictures, Sentences, page_text
@@ -139,9 +139,10 @@ class Findings:
     def write(self) -> None:
         """Write representation.json and index.html, and print the figures."""
         dataset, size, count = self.choice.dataset, self.config.crops.size, len(self.encoded.labels)
+        part = "the whole image" if self.config.augmentation.measured == "whole" else "its central square"
         about = [
             ("encoder", self.encoder),
-            ("images", f"{count} of {dataset.directory} ({dataset.split}), {self._seen()}"),
+            ("images", f"{count} of {dataset.directory} ({dataset.split}), {size} x {size} pixels ({part})"),
             ("representation", self._representation()),
         ]
         figures = [*about, *self.figures]
@@ -177,10 +178,6 @@ class Findings:
             sections.append(PageSection(name="notes", title="Notes", blocks=[Sentences(sentences=self.notes)]))
         return Page(kind="Representation", title=f"What {self.encoder} has learned", sections=sections)
 
-    def _seen(self) -> str:
-        size, part = self.config.crops.size, self.config.augmentation.measured
-        return f"{size} x {size} pixels ({'the whole image' if part == 'whole' else 'its central square'})"
-
     def _representation(self) -> str:
         return "class token" if self.pooling == "class" else "mean of the patch tokens"
 
@@ -188,12 +185,13 @@ class Findings:
 def pretraining_pictures(source: str, choice: ImageChoice, output: Path) -> list[Picture]:
     """Draw the pictures of a pre-training run, with its crops and masks; none for other encoders. Raises
     RefusedError if the data lacks a modality."""
-    if not is_run(Path(named_weights(source)[0])) or not upstream_name(source):
+    path = Path(named_weights(source)[0])
+    if not is_run(path) or not isinstance(open_run(path).config, PretrainConfig):
         return []
     trained = load_trained(source, str(choice.dataset.directory))
     upstream = find_upstream(trained.config)
-    path = MemberPath(name="", weight=Fraction(1), path=choice.dataset.directory)
-    rows = upstream.open_rows(upstream.inference_config(trained.config), [path])
+    member = MemberPath(name="", weight=Fraction(1), path=choice.dataset.directory)
+    rows = upstream.open_rows(upstream.inference_config(trained.config), [member])
     return draw_trained(trained, next(planned_batches(rows.builder, choice)), output)
 
 
@@ -213,8 +211,13 @@ def open_finetuned(runs: Sequence[Path], choice: ImageChoice) -> dict[str, ReadR
             raise RefusedError(
                 f"--run {run.directory}: fine-tuned on {kind}, the first on {kinds[0]}; allowed: one kind"
             )
-        if isinstance(run.config, ClassificationTaskConfig):
-            _check_classes(run, choice)
+        count, other_names = run.config.downstream.classes, choice.dataset.meta.classes not in (None, run.classes)
+        is_other = (run.classes is not None and other_names) or len(choice.classes) > count
+        if isinstance(run.config, ClassificationTaskConfig) and choice.classes and is_other:
+            raise RefusedError(
+                f"--run {run.directory}: {count} classes, {choice.dataset.directory} has {len(choice.classes)}, "
+                "or other names; allowed: a run with the same classes"
+            )
     return named
 
 
@@ -224,25 +227,18 @@ def _drawing_function(kind: str) -> str:
     return location
 
 
-def _check_classes(run: ReadRun, choice: ImageChoice) -> None:
-    classes, count = choice.classes, run.config.downstream.classes
-    other_names = run.classes is not None and choice.dataset.meta.classes not in (None, run.classes)
-    if classes and (other_names or len(classes) > count):
-        raise RefusedError(
-            f"--run {run.directory}: {count} classes, {choice.dataset.directory} has {len(classes)}, "
-            "or other names; allowed: a run with the same classes"
-        )
-
-
-LEAST_IMAGES = 5
-"""Fewest images for useful figures."""
-
-
 @while_training
 def represent(arguments: RepresentArguments) -> int:
     """Run `trp-scale represent`; return the exit status. Raises RefusedError for an invalid encoder, data, flag or
     output."""
-    _check(arguments)
+    figure_class()  # libraries and flags are checked before anything is read
+    require_scikit_learn()
+    if (arguments.from_ == SCRATCH) is not bool(arguments.recipe):
+        raise RefusedError(
+            f"--recipe {arguments.recipe or 'is missing'}: --from {SCRATCH} needs one, for the encoder's sizes, and "
+            "others have their own"
+        )
+    check_settings(arguments)
     source = arguments.from_ + (AVERAGE if arguments.weights == "average" else "")
     config = encoder_config(
         source, recipe=arguments.recipe, size=arguments.image_size, positions=arguments.encoder_positions
@@ -251,8 +247,8 @@ def represent(arguments: RepresentArguments) -> int:
     block = read_block(arguments.block, config.model.layers)
     positions = read_positions(arguments.positions, config.crops.size // config.vision.patch_size)
     choice = choose_images(arguments.data, arguments.images)
-    if len(choice.positions) < LEAST_IMAGES:
-        raise RefusedError(f"--data {arguments.data}: {len(choice.positions)} images; allowed: {LEAST_IMAGES} or more")
+    if len(choice.positions) < 5:  # for useful figures
+        raise RefusedError(f"--data {arguments.data}: {len(choice.positions)} images; allowed: 5 or more")
     runs = open_finetuned(arguments.run, choice)
     output = arguments.output
     try:
@@ -275,18 +271,6 @@ def represent(arguments: RepresentArguments) -> int:
             findings.add_pictures("Fine-tuned", lambda: draw(runs, encoded.shown, output, environment))
         findings.write()
     return 0
-
-
-def _check(arguments: RepresentArguments) -> None:
-    """Check libraries and flags before anything is read."""
-    figure_class()
-    require_scikit_learn()
-    if (arguments.from_ == SCRATCH) is not bool(arguments.recipe):
-        raise RefusedError(
-            f"--recipe {arguments.recipe or 'is missing'}: --from {SCRATCH} needs one, for the encoder's sizes, and "
-            "others have their own"
-        )
-    check_settings(arguments)
 
 
 def read_block(number: int, blocks: int) -> int:

@@ -1,4 +1,4 @@
-"""Classifiers on frozen features.
+"""Features of all images of a data set, computed by all ranks and cached in a file, and classifiers on them.
 
 linear: batch norm without affine parameters and one layer, trained by LARS (MAE: He et al. 2022, A.1, and main_linprobe
     of its authors)
@@ -8,30 +8,132 @@ knn: weighted nearest neighbours (Wu et al. 2018, 3.4; DINO: Caron et al. 2021)
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
+import json
+import logging
+import tempfile
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
+from safetensors.numpy import load_file, save
 from torch import Tensor, nn
 
+from trp_scale.checkpoint.document import reading_tensors
 from trp_scale.config import OptimizerConfig, RefusedError
 from trp_scale.config.flags import phase
+from trp_scale.core.batch import Batch
 from trp_scale.data.hashing import Integers
-from trp_scale.distributed.groups import Group
+from trp_scale.distributed.groups import ALONE, Group, on_rank_zero
+from trp_scale.errors import CheckpointError
 from trp_scale.evaluation.arguments import KnnSettings, LinearSettings, LogisticSettings, ProbeArguments
-from trp_scale.evaluation.probe.features import Features, LabelledFeatures, extract
-from trp_scale.finetuning.measurement import unique_names
+from trp_scale.finetuning.measurement import GatheredRows, unique_names
 from trp_scale.models.initialise import initial_tensor
+from trp_scale.storage.files import atomic_write
 from trp_scale.training.loop import learning_rate
 
 if TYPE_CHECKING:
     from trp_scale.evaluation.encoders import FrozenEncoder
     from trp_scale.evaluation.probe.images import ProbedImages
+
+logger = logging.getLogger(__name__)
+
+Features = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LabelledFeatures:
+    """Attributes: features: [n, D] fp32, in stored order; labels: [n] int64."""
+
+    features: Features
+    labels: Integers
+
+    def take(self, rows: npt.NDArray[np.bool_]) -> LabelledFeatures:
+        """Select the rows of a mask [n]."""
+        return LabelledFeatures(features=self.features[rows], labels=self.labels[rows])
+
+
+def extract(encoder: FrozenEncoder, batches: Iterable[Batch], group: Group = ALONE) -> LabelledFeatures:
+    """Return features and classes of the rows of all ranks, in order, without padding rows. A micro-batch has the same
+    rows on any number of ranks, so its features are bit-identical. Collective.
+
+    Raises:
+        RefusedError: on all ranks, for unreadable images or non-finite features, which some classifiers would accept.
+    """
+    rows, corrupt = GatheredRows(), set()
+    for batch in batches:
+        corrupt |= set(batch.corrupt)
+        rows.add(batch, features=encoder(batch["images"]), labels=batch["labels"])
+    if unread := sorted(set().union(*group.gather_objects(corrupt))):
+        raise RefusedError(
+            f"{len(unread)} images, {', '.join(unread[:3])}, cannot be read, but accuracy needs all images; copy or "
+            "shard the data again"
+        )
+    gathered = rows.gather(group)
+    features: Features = gathered["features"]
+    if wrong := int((~np.isfinite(features).all(axis=1)).sum()):
+        raise RefusedError(
+            f"the features of {wrong} of {len(features)} images are not finite; check the training of the encoder"
+        )
+    return LabelledFeatures(features=features, labels=gathered["labels"])
+
+
+def all_features(
+    encoder: FrozenEncoder, images: ProbedImages, group: Group, cache: Path
+) -> tuple[LabelledFeatures | None, bool]:
+    """Return the features of all images, on rank 0 only, and whether they were cached. Collective. Raises
+    RefusedError on all ranks, as `extract` or if the cache is not writable."""
+    described = json.dumps([1, encoder.digest(), images.digest])  # 1: version of the cache
+    key = hashlib.blake2b(described.encode(), digest_size=16).hexdigest()
+    path = cache / f"{key}.safetensors"
+    parts: list[LabelledFeatures] = []
+
+    def read() -> bool:
+        cached = _read(path)
+        if cached is None:  # check that the cache is writable before the encoder runs for hours
+            try:
+                cache.mkdir(parents=True, exist_ok=True)
+                with tempfile.TemporaryFile(dir=cache):
+                    pass
+            except OSError as error:
+                raise RefusedError(f"--cache {cache}: not writable ({error.strerror}); give another") from error
+        parts.extend([] if cached is None else [cached])
+        return cached is not None
+
+    def write() -> None:
+        with atomic_write(path) as stream:
+            stream.write(save({"features": np.ascontiguousarray(labelled.features), "labels": labelled.labels}))
+
+    if on_rank_zero(group, f"reading {path}", read):
+        return (parts[0] if parts else None), True
+    labelled = extract(encoder, images.batches(group), group)
+    on_rank_zero(group, f"writing {path}", write)
+    return (labelled if group.rank == 0 else None), False
+
+
+def _read(path: Path) -> LabelledFeatures | None:
+    if not path.is_file():
+        return None
+    try:
+        with reading_tensors(path):
+            stored = LabelledFeatures(**load_file(path))
+        features, labels = stored.features, stored.labels
+        kinds = (features.dtype.str, features.ndim, labels.dtype.str, labels.ndim)
+        if kinds != ("<f4", 2, "<i8", 1) or len(features) != len(labels):
+            raise CheckpointError(f"{path}: contains no features")
+    except CheckpointError as error:
+        logger.warning("%s; the features are computed again", error)
+        return None
+    return stored
+
 
 WEIGHT_DEVIATION = 0.01
 """Standard deviation of the initial weights."""
@@ -40,9 +142,6 @@ NORM_EPS = 1e-6
 MOMENTUM = 0.9
 LR_ROWS = 256
 """Batch size that linear.base_lr refers to."""
-
-Step = tuple[Tensor, Tensor]
-"""Features [B, D] and classes [B] of one step."""
 
 
 class LinearProbe:
@@ -55,14 +154,21 @@ class LinearProbe:
     Args:
         width: D.
         classes: K.
-        steps: total number.
-        warmup_steps: included in steps.
-        lr: peak learning rate.
+        rows: number of training rows.
+        pass_rows: rows of a forward pass of the encoder, which divide the batch size.
         seed: for the initial weights.
+
+    Attributes:
+        batch_size: rows of a step.
     """
 
-    def __init__(self, width: int, classes: int, *, steps: int, warmup_steps: int, lr: float, seed: int) -> None:
+    def __init__(
+        self, width: int, classes: int, rows: int, settings: LinearSettings, *, seed: int, pass_rows: int = 1
+    ) -> None:
         from timm.optim import Lars
+
+        self.batch_size, self._steps, warmup_steps = step_counts(rows, settings, pass_rows)
+        lr = settings.base_lr * self.batch_size / LR_ROWS
 
         layer = nn.Linear(width, classes)
         with torch.no_grad():
@@ -72,7 +178,7 @@ class LinearProbe:
         groups = [{"params": [layer.weight], "always_adapt": True}, {"params": [layer.bias], "always_adapt": False}]
         self.optimizer = Lars(groups, lr=lr, momentum=MOMENTUM, weight_decay=0.0)
         self._schedule = OptimizerConfig(lr=lr, warmup_steps=warmup_steps, schedule="cosine", min_lr=0.0)
-        self._steps, self._step = steps, 0
+        self._step = 0
 
     def learn(self, features: Tensor, labels: Tensor) -> float:
         """Take one step on the mean cross-entropy; return it."""
@@ -106,22 +212,15 @@ def step_counts(rows: int, settings: LinearSettings, pass_rows: int = 1) -> tupl
 
 def fit_linear(train: LabelledFeatures, features: Features, settings: LinearSettings, *, seed: int) -> Integers:
     """Train on cached features and return the classes [m] of `features` [m, D]."""
-    size, steps, warmup = step_counts(len(train.labels), settings)
-    probe = LinearProbe(
-        train.features.shape[1],
-        int(train.labels.max()) + 1,
-        steps=steps,
-        warmup_steps=warmup,
-        lr=settings.base_lr * size / LR_ROWS,
-        seed=seed,
-    )
-    for batch, labels in shuffle(train, size, settings.epochs, seed):
+    classes = int(train.labels.max()) + 1
+    probe = LinearProbe(train.features.shape[1], classes, len(train.labels), settings, seed=seed)
+    for batch, labels in shuffle(train, probe.batch_size, settings.epochs, seed):
         probe.learn(batch, labels)
     return probe.predict(features)
 
 
-def shuffle(train: LabelledFeatures, size: int, epochs: int, seed: int) -> Iterator[Step]:
-    """Yield batches of `size` rows, reshuffled in every epoch."""
+def shuffle(train: LabelledFeatures, size: int, epochs: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield features [B, D] and classes [B] of batches of `size` rows, reshuffled in every epoch."""
     for epoch in range(epochs):
         order = np.random.default_rng((seed, epoch)).permutation(len(train.labels))
         for first in range(0, len(order) - size + 1, size):
@@ -152,10 +251,6 @@ def logistic_regression(train: LabelledFeatures, features: Features, settings: L
     return predicted
 
 
-CHUNK = 1024
-"""Images per distance computation."""
-
-
 def nearest_neighbours(train: LabelledFeatures, features: Features, settings: KnnSettings) -> Integers:
     """Return the classes [m] of `features` [m, D] by vote: each of the k training images with the largest cosine
     votes with exp(cosine / temperature). All vote if there are fewer than k."""
@@ -163,7 +258,7 @@ def nearest_neighbours(train: LabelledFeatures, features: Features, settings: Kn
     labels = torch.from_numpy(train.labels)
     classes, k = int(labels.max()) + 1, min(settings.k, len(labels))
     accuracies = []
-    for part in torch.split(torch.from_numpy(features), CHUNK):
+    for part in torch.split(torch.from_numpy(features), 1024):
         cosines, nearest = (F.normalize(part, dim=1) @ references.T).topk(k, dim=1)  # [c, k]
         # Subtract the largest cosine: a low temperature would overflow.
         votes = ((cosines - cosines[:, :1]) / settings.temperature).double().exp()
@@ -194,10 +289,6 @@ def accuracy_by_class(predicted: Integers, labels: Integers, names: tuple[str, .
     """Return the accuracy by name of each class that has rows."""
     present, names = np.unique(labels).tolist(), tuple(unique_names(names))
     return {names[label]: accuracy(predicted[labels == label], labels[labels == label]) for label in present}
-
-
-SMALLEST_CROP = 0.08
-"""Smallest area of a crop relative to the image (Szegedy et al. 2015), as in He et al., A.1."""
 
 
 def fit_fresh(
@@ -231,16 +322,10 @@ def fit_fresh(
             f"--batch_size is {pass_rows // group.size} on {group.size} ranks, but a step has {most} images "
             f"(--linear.batch_size, or all {rows} training images); allowed: at most {most} images on all ranks"
         )
-    size, steps, warmup_steps = step_counts(rows, settings, pass_rows)
-    probe = LinearProbe(
-        encoder.width,
-        len(images.opened.classes),
-        steps=steps,
-        warmup_steps=warmup_steps,
-        lr=settings.base_lr * size / LR_ROWS,
-        seed=seed,
-    )
-    source = images.random_crops(group, fraction, smallest=SMALLEST_CROP, batch=size, seed=seed)
+    probe = LinearProbe(encoder.width, len(images.opened.classes), rows, settings, seed=seed, pass_rows=pass_rows)
+    size = probe.batch_size
+    # Crops have at least 0.08 of the image's area (Szegedy et al. 2015), as in He et al., A.1.
+    source = images.random_crops(group, fraction, smallest=0.08, batch=size, seed=seed)
     try:
         for epoch in range(settings.epochs):
             began, losses = time.perf_counter(), []

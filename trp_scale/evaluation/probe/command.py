@@ -30,13 +30,14 @@ from trp_scale.errors import DataError, RefusedError
 from trp_scale.evaluation.arguments import ProbeArguments
 from trp_scale.evaluation.encoders import FrozenEncoder, encoder_config
 from trp_scale.evaluation.probe.classifiers import (
+    LabelledFeatures,
     accuracy,
     accuracy_by_class,
+    all_features,
     classify,
     fit_fresh,
     require_scikit_learn,
 )
-from trp_scale.evaluation.probe.features import LabelledFeatures, all_features
 from trp_scale.finetuning.arguments import SCRATCH
 from trp_scale.finetuning.classification.settings import ClassificationTaskConfig
 from trp_scale.finetuning.groups import Groups

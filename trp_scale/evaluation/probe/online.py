@@ -32,12 +32,14 @@ from trp_scale.distributed.groups import on_rank_zero, run_on_all_ranks
 from trp_scale.evaluation.arguments import KnnSettings, LogisticSettings, ProbesSettings
 from trp_scale.evaluation.encoders import BATCH, FrozenEncoder, TextEncoder, set_shown_images
 from trp_scale.evaluation.probe.classifiers import (
+    Features,
+    LabelledFeatures,
     accuracy,
+    extract,
     logistic_regression,
     nearest_neighbours,
     require_scikit_learn,
 )
-from trp_scale.evaluation.probe.features import Features, LabelledFeatures, extract
 from trp_scale.evaluation.probe.sentences import BAD_LINES, draw_rows_alike, pair_vectors
 from trp_scale.finetuning.classification.settings import ClassificationTaskConfig
 from trp_scale.finetuning.encoders import encoder_from_run

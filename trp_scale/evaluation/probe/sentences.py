@@ -19,8 +19,7 @@ from trp_scale.config import RefusedError, TextModelConfig
 from trp_scale.config.finetuning import FinetuneConfig
 from trp_scale.evaluation.arguments import ProbeArguments
 from trp_scale.evaluation.encoders import TextEncoder, load_encoder
-from trp_scale.evaluation.probe.classifiers import logistic_regression
-from trp_scale.evaluation.probe.features import Features, LabelledFeatures
+from trp_scale.evaluation.probe.classifiers import Features, LabelledFeatures, logistic_regression
 from trp_scale.finetuning.glue.folders import FORMATS, Examples, read_glue, require_folders
 from trp_scale.finetuning.glue.settings import GlueTaskConfig
 from trp_scale.finetuning.glue.task import FIGURES, figure_name, require_libraries

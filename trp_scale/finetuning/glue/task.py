@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from trp_scale.checkpoint.initial_weights import naming_tensors
 from trp_scale.checkpoint.run_directory import TOKENIZER
 from trp_scale.config import RefusedError
+from trp_scale.config.registry import import_name
 from trp_scale.core.batch import Batch, TaskLosses
 from trp_scale.data.fetch import start_worker_server
 from trp_scale.data.mixture import MemberPath
@@ -196,48 +197,26 @@ def require_libraries() -> None:
             raise RefusedError(f"GLUE's metrics need {package}: pip install 'trp-scale[evaluation]'")
 
 
-def accuracy(predicted: Values, labels: Values) -> float:
-    """Return the share of correct predictions."""
-    from sklearn.metrics import accuracy_score
+def library_figure(location: str, correlation: str = "") -> Figure:
+    """Return a function of scikit-learn or scipy, "module:name", as a figure; a `correlation`, by its name, is 0 with a
+    warning where it is undefined."""
 
-    return float(accuracy_score(labels, predicted))
+    def compute(predicted: Values, labels: Values) -> float:
+        for name, values in (("predictions", predicted), ("labels", labels)) if correlation else ():
+            if not 0 < np.ptp(values) < np.inf:
+                message = "%s correlation is undefined: %s are all %g or not finite; 0 is reported"
+                logger.warning(message, correlation, name, values[0])
+                return 0.0
+        value = import_name(location)(labels, predicted)
+        return float(getattr(value, "statistic", value))
 
-
-def f1(predicted: Values, labels: Values) -> float:
-    """Return F1 of label 1."""
-    from sklearn.metrics import f1_score
-
-    return float(f1_score(labels, predicted))
-
-
-def matthews(predicted: Values, labels: Values) -> float:
-    """Return Matthews' correlation coefficient."""
-    from sklearn.metrics import matthews_corrcoef
-
-    return _correlate("Matthews' correlation", lambda: matthews_corrcoef(labels, predicted), predicted, labels)
+    return compute
 
 
-def pearson(predicted: Values, scores: Values) -> float:
-    """Return Pearson's correlation of scores."""
-    from scipy.stats import pearsonr  # type: ignore[import-untyped]
-
-    return _correlate("Pearson's correlation", lambda: pearsonr(predicted, scores).statistic, predicted, scores)
-
-
-def spearman(predicted: Values, scores: Values) -> float:
-    """Return Spearman's rank correlation of scores."""
-    from scipy.stats import spearmanr  # type: ignore[import-untyped]
-
-    return _correlate("Spearman's correlation", lambda: spearmanr(predicted, scores).statistic, predicted, scores)
-
-
-def _correlate(figure: str, compute: Callable[[], float], predicted: Values, labels: Values) -> float:
-    """Compute a correlation, or return 0 with a warning if it is undefined."""
-    for name, values in (("predictions", predicted), ("labels", labels)):
-        if not 0 < np.ptp(values) < np.inf:
-            logger.warning("%s is undefined: %s are all %g or not finite; 0 is reported", figure, name, values[0])
-            return 0.0
-    return float(compute())
+accuracy, f1 = library_figure("sklearn.metrics:accuracy_score"), library_figure("sklearn.metrics:f1_score")
+matthews = library_figure("sklearn.metrics:matthews_corrcoef", "Matthews'")
+pearson = library_figure("scipy.stats:pearsonr", "Pearson's")
+spearman = library_figure("scipy.stats:spearmanr", "Spearman's")
 
 
 FIGURES: dict[str, dict[str, Figure]] = {

@@ -14,8 +14,8 @@ from tests.synthetic_modalities import depth_of
 from trp_scale.config import RefusedError
 from trp_scale.evaluation.figures.pictures import draw_pictures, modality_reconstructions, task_losses
 from trp_scale.evaluation.figures.trained_images import (
-    load_trained_images,
-    load_trained_modalities,
+    TrainedImages,
+    TrainedModalities,
 )
 from trp_scale.pretraining.modalities.depth import Depth
 from trp_scale.pretraining.modalities.semseg import MOST_NAMED, Semseg
@@ -43,7 +43,7 @@ def test_one_picture_and_a_line_with_every_task(run: Path, tmp_path: Path) -> No
 
 
 def test_visible_patches_are_the_input_s_and_masked_ones_are_not_seen(run: Path) -> None:
-    trained = load_trained_modalities(run)
+    trained = TrainedModalities(run)
     batch = trained.images(3)
     shown = modality_reconstructions(trained, batch)
     assert torch.allclose(shown["raw_rgb"]["input"], batch["images"] / 255.0, atol=1e-5)
@@ -62,7 +62,7 @@ def test_visible_patches_are_the_input_s_and_masked_ones_are_not_seen(run: Path)
 
 
 def test_losses_are_the_objective_s_and_the_plainest_guesses_are_known(run: Path) -> None:
-    trained = load_trained_modalities(run)
+    trained = TrainedModalities(run)
     batch = trained.images(3)
     losses = task_losses(trained, batch)
     with torch.no_grad():
@@ -78,7 +78,7 @@ def test_losses_are_the_objective_s_and_the_plainest_guesses_are_known(run: Path
 def test_an_image_of_one_s_own_alone(run: Path, tmp_path: Path) -> None:
     """The image is all that is seen: other modalities are predicted whole, and have no loss."""
     Image.linear_gradient("L").convert("RGB").save(tmp_path / "one.png")
-    trained = load_trained_modalities(run)
+    trained = TrainedModalities(run)
     batch = trained.own_images([tmp_path / "one.png"])
     assert batch["visible"].shape == (1, 10) and int(batch["visible"].max()) < GRID**2, "rgb is the first input"
     assert set(task_losses(trained, batch)) == {"rgb", "raw_rgb"}
@@ -92,7 +92,7 @@ def test_an_image_of_one_s_own_alone(run: Path, tmp_path: Path) -> None:
 
 
 def test_a_run_that_reads_no_images_is_given_none(run: Path, tmp_path: Path) -> None:
-    trained = load_trained_modalities(run)
+    trained = TrainedModalities(run)
     trained.config.modalities.inputs = ["depth", "semseg"]
     with pytest.raises(RefusedError, match=r"modalities\.inputs"):
         trained.own_images([tmp_path / "one.png"])
@@ -110,10 +110,10 @@ def test_the_legend_has_the_names_and_the_colours_of_the_classes_that_occur(run:
     many = Semseg.legend([torch.arange(40).repeat_interleave(torch.arange(40) + 1)], [])
     assert len(many) == MOST_NAMED + 1 and many[0][0] == "class 16" and many[-1][0] == "and 16 more"
     assert Depth.legend([torch.rand(2, 2)], []) == []
-    names = load_trained_modalities(run).class_names()["semseg"]
+    names = TrainedModalities(run).class_names()["semseg"]
     assert len(names) == 10 and all(isinstance(name, str) for name in names)
 
 
 def test_another_kind_of_run_is_refused(run: Path) -> None:
     with pytest.raises(RefusedError, match=r"--upstream.*mm_mae"):
-        load_trained_images(run)
+        TrainedImages(run)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from matplotlib.figure import Figure
-from PIL import Image
+from PIL import ExifTags, Image
 
 from tests.fixtures import small_image_dataset
 from tests.runs import SMALL_IMAGES, pretrain_here
@@ -24,9 +24,8 @@ from trp_scale.config.loader import to_dict
 from trp_scale.config.registry import make_settings
 from trp_scale.evaluation.figures.pictures import _draw_sizes, draw_pictures, mask_strips, reconstructions
 from trp_scale.evaluation.figures.trained_images import (
-    ORIENTATION,
+    TrainedImages,
     load_masking_network,
-    load_trained_images,
 )
 from trp_scale.pretraining.pos_bert.settings import PosBertConfig
 
@@ -84,7 +83,7 @@ def photograph(path: Path, *, orientation: int = 1) -> Path:
     image.paste((250, 250, 250), (0, 0, 20, 40))
     image.paste((250, 0, 0), (0, 0, 60, 10))
     exif = image.getexif()
-    exif[ORIENTATION] = orientation
+    exif[ExifTags.Base.Orientation] = orientation
     image.save(path, exif=exif, **({"quality": 95} if path.suffix == ".jpg" else {}))
     return path
 
@@ -106,7 +105,7 @@ def test_images_of_one_s_own_are_drawn_without_the_run_s_data(image_dataset: Pat
 def test_an_image_of_one_s_own_is_its_upright_central_square_with_the_same_masks_each_time(
     run: Path, tmp_path: Path
 ) -> None:
-    trained = load_trained_images(run)
+    trained = TrainedImages(run)
     files = [photograph(tmp_path / "a.png"), photograph(tmp_path / "b.jpg", orientation=6)]
     batch, again = trained.own_images(files), trained.own_images(files)
     assert batch["images"].shape == (2, 1, 3, 16, 16) and batch["images"].dtype == torch.uint8
@@ -134,7 +133,7 @@ def test_files_that_are_no_images_are_named_and_images_go_with_pictures(
 
 
 def test_visible_patches_are_the_image_and_the_losses_are_those_of_the_objective(run: Path) -> None:
-    trained = load_trained_images(run)
+    trained = TrainedImages(run)
     batch = trained.images(3)
     shown, loss, mean_patch = reconstructions(trained, batch)
     first = {name: value[:, :1] for name, value in batch.fields.items() if value.ndim > 1}
@@ -163,7 +162,7 @@ def test_learned_masks_are_drawn_beside_those_of_the_untrained_network(image_dat
         run = tmp_path / f"run{steps}"
         command = ["--recipe", "mlo_mae_tiny", "--data.path", str(image_dataset), "--run_dir", str(run), *flags]
         assert pretrain_here([*command, "--training.steps", str(steps), "--multilevel.every", str(every)]) == 0
-        trained = load_trained_images(run)
+        trained = TrainedImages(run)
         network = load_masking_network(trained)
         assert network is not None
         strips = mask_strips(trained, network, trained.images(4))
@@ -187,7 +186,7 @@ def test_pictures_need_the_checkpoint_of_a_masked_autoencoder(run: Path, tmp_pat
 
 
 def test_rows_that_are_not_there_are_left_out(run: Path, tmp_path: Path) -> None:
-    trained = load_trained_images(run)
+    trained = TrainedImages(run)
     few, many = trained.images(3), trained.images(60)
     assert few.rows == 3
     held_out = many.rows
@@ -205,7 +204,7 @@ def test_data_that_was_moved_is_asked_for_and_other_data_refused(
     few = write_images(tmp_path / "few", [[sample(1, 40, 40)]])
     for other, found in ((text_dataset, "kind 'text' found"), (few, "none remains for")):
         with pytest.raises(RefusedError, match=found) as caught:
-            load_trained_images(run, str(other)).images(2)
+            TrainedImages(run, str(other)).images(2)
         assert set(re.findall(r"--[\w.]+", str(caught.value))) == {"--data"}, "report has no other flag of these"
     with pytest.raises(RefusedError, match=r"data\.path.*--data"):
         draw_pictures(run, tmp_path / "pictures")

@@ -19,6 +19,8 @@ from trp_scale.distributed.groups import ALONE
 from trp_scale.evaluation.arguments import KnnSettings, LinearSettings, LogisticSettings, ProbeArguments
 from trp_scale.evaluation.encoders import FrozenEncoder
 from trp_scale.evaluation.probe.classifiers import (
+    Features,
+    LabelledFeatures,
     LinearProbe,
     accuracy_by_class,
     classify,
@@ -29,7 +31,6 @@ from trp_scale.evaluation.probe.classifiers import (
     shuffle,
     step_counts,
 )
-from trp_scale.evaluation.probe.features import Features, LabelledFeatures
 from trp_scale.evaluation.probe.images import ProbedImages
 
 
@@ -75,7 +76,8 @@ def test_the_logistic_probe_is_scikit_learn_s() -> None:
 def test_a_step_of_lars_in_float64() -> None:
     """Three steps with momentum: the matrix by trust 0.001 |W| / |g|, the bias as in plain gradient descent. The
     warm-up starts at 0."""
-    probe = LinearProbe(5, 3, steps=4, warmup_steps=2, lr=6.4, seed=0)
+    settings = LinearSettings(epochs=4, warmup_epochs=2, batch_size=8, base_lr=6.4 * 256 / 8)
+    probe = LinearProbe(5, 3, 8, settings, seed=0)
     norm, layer = probe.module
     assert not list(norm.parameters()) and norm.eps == 1e-6
     weight, bias = layer.weight.detach().double(), layer.bias.detach().double()

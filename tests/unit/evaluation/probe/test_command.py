@@ -21,9 +21,9 @@ from trp_scale.config import RefusedError
 from trp_scale.config.registry import make_settings
 from trp_scale.distributed.groups import ALONE
 from trp_scale.evaluation.arguments import parse_probe
-from trp_scale.evaluation.figures.trained_images import load_trained_images
+from trp_scale.evaluation.figures.trained_images import TrainedImages
+from trp_scale.evaluation.probe.classifiers import LabelledFeatures
 from trp_scale.evaluation.probe.command import NAME, StageTwo, draw_of_each_class, stage_two
-from trp_scale.evaluation.probe.features import LabelledFeatures
 from trp_scale.evaluation.probe.images import open_probed
 from trp_scale.pretraining.mae.settings import MaeConfig
 from trp_scale.reporting.results import read_results
@@ -123,7 +123,7 @@ def test_the_head_of_stage_two_is_measured_beside_the_probe(
     assert head_result.task == f"others ({NAME})" and head_result.split == "test"
     head = stage_two(str(learned))
     assert head is not None and head.weight.shape == (2, 32) and float(head.weight.abs().max()) > 0
-    trained, right, count = load_trained_images(learned), 0, 0
+    trained, right, count = TrainedImages(learned), 0, 0
     for batch in open_probed(small_config(), str(others)).batches(ALONE):
         present = batch["row_weights"] > 0
         batch.fields["images"] = batch["images"][:, None]
@@ -157,7 +157,7 @@ def test_a_second_encoder_s_head_is_measured_on_its_own(stripes: Path, others: P
     run = learned_run(stripes, tmp_path / "run", multilevel__kind="fine_tuning", optimizer__lr=0.05)
     head = stage_two(str(run))
     assert head is not None
-    weights, head_result = head.encoder_weights(), load_trained_images(run).model.state_dict()
+    weights, head_result = head.encoder_weights(), TrainedImages(run).model.state_dict()
     assert weights is not None and not torch.equal(weights["norm.weight"], head_result["norm.weight"])
     tasks = read_results(probe(tmp_path, run, stripes, "--test", others)).tasks
     assert len(tasks) == 2

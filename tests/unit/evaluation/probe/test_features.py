@@ -13,8 +13,8 @@ from tests.unit.evaluation.small_encoder import small_config
 from trp_scale.config import RefusedError
 from trp_scale.distributed.groups import ALONE, Group
 from trp_scale.evaluation.encoders import FrozenEncoder
-from trp_scale.evaluation.probe import features as module
-from trp_scale.evaluation.probe.features import all_features, extract
+from trp_scale.evaluation.probe import classifiers as module
+from trp_scale.evaluation.probe.classifiers import all_features, extract
 from trp_scale.evaluation.probe.images import ProbedImages, open_probed
 from trp_scale.models.patches import Pixels
 

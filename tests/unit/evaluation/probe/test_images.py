@@ -12,7 +12,7 @@ from tests.unit.data.images.stored import jpeg, sample, write_images
 from tests.unit.evaluation.small_encoder import small_config
 from trp_scale.distributed.groups import ALONE
 from trp_scale.evaluation.encoders import FrozenEncoder
-from trp_scale.evaluation.probe.features import extract
+from trp_scale.evaluation.probe.classifiers import extract
 from trp_scale.evaluation.probe.images import ProbedImages, open_probed
 
 

@@ -17,7 +17,7 @@ from trp_scale.config import RefusedError
 from trp_scale.evaluation.arguments import ProbesSettings
 from trp_scale.evaluation.encoders import set_shown_images
 from trp_scale.evaluation.probe import online as probes
-from trp_scale.evaluation.probe.features import LabelledFeatures
+from trp_scale.evaluation.probe.classifiers import LabelledFeatures
 from trp_scale.evaluation.probe.images import ProbedImages, open_probed
 from trp_scale.evaluation.probe.online import OnlineProbes, first_blocks, rank_me, require_two_classes
 from trp_scale.finetuning.classification.settings import ClassificationTaskConfig
