@@ -46,7 +46,7 @@ from trp_scale.data.images.formats import write_png
 from trp_scale.data.index import read_json, write_json
 from trp_scale.data.train_source import TrainSource
 from trp_scale.pretraining.base import open_sources
-from trp_scale.pretraining.mae import masks as mae_masks
+from trp_scale.pretraining.mae import batch as mae_masks
 from trp_scale.pretraining.mae.settings import MaeConfig
 from trp_scale.pretraining.mm_mae.settings import MmMaeConfig
 from trp_scale.sharding.parts import new_tar, report_path

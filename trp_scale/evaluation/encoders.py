@@ -216,13 +216,9 @@ class FrozenEncoder:
             "pooling": pooling,
             "precision": precision,
         }
+        self.width = config.model.hidden_size  # D
         self.module = module.requires_grad_(False).eval().to(self.device)
         self._pixels = Pixels()
-
-    @property
-    def width(self) -> int:
-        """Feature width D."""
-        return self.module.shape.width
 
     @torch.no_grad()
     def __call__(self, images: Tensor) -> Tensor:

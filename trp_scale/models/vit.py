@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from functools import partial
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -141,7 +140,8 @@ class TransformerBlock(Block):  # type: ignore[misc]
         if window:
             context = join_windows(context, len(tokens), grid)
         if value is not None:
-            context = context + masked_rows(self.cut.share_input(value).to(context.dtype), context.shape[2], masked)
+            added = self.cut.share_input(value).to(context.dtype).expand(masked, -1)
+            context = context + F.pad(added, (0, 0, context.shape[2] - masked, 0))  # 0 before the masked rows
         tokens = tokens + self.drop_path1(self.attn.proj(context.transpose(1, 2).flatten(2)))  # [B, Q, D]
         more, hidden = feed_forward(self.mlp, self.norm2(tokens), self.cut)
         tokens = tokens + self.drop_path2(more)
@@ -173,28 +173,7 @@ def feed_forward(mlp: Mlp, tokens: Tensor, cut: Cut) -> tuple[Tensor, Tensor]:
     return mlp.drop2(mlp.fc2(hidden)), hidden
 
 
-def masked_rows(value: Tensor, count: int, masked: int) -> Tensor:
-    """Return the value in the last `masked` rows of [count, D / H], zero before them."""
-    return F.pad(value.expand(masked, -1), (0, 0, count - masked, 0))
-
-
 CHANNELS = 3
-
-
-class EncoderShape(NamedTuple):
-    """Sizes of an encoder that heads need.
-
-    Attributes:
-        width: D, width of a token.
-        grid: G, patches along each side of an image.
-        patch_size: side of a patch in pixels.
-        blocks: number of transformer blocks.
-    """
-
-    width: int
-    grid: int
-    patch_size: int
-    blocks: int
 
 
 def sine_cosine_positions(config: ImageTaskConfig) -> Tensor:
@@ -256,11 +235,6 @@ class ImageEncoder(nn.Module):
         for block in self.blocks if biased else ():
             block.position_bias = PositionBias(self.grid, model.heads)
         self.norm = nn.LayerNorm(width, eps=model.layer_norm_eps) if norm else nn.Identity()
-
-    @property
-    def shape(self) -> EncoderShape:
-        """Sizes for the heads."""
-        return EncoderShape(self.cls_token.shape[0], self.grid, self.patch_size, len(self.blocks))
 
     def parameter_depth(self, name: str) -> int:
         """Return the depth of a parameter, as in timm: 0 for the embeddings, i + 1 for block i, and that of the last

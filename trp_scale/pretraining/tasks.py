@@ -47,9 +47,11 @@ def source_field(config: Any, addresses: Addresses) -> dict[str, Tensor]:
     return {SOURCE: torch.from_numpy(addresses.member)} if has_sources(config) else {}
 
 
-def blank_source(config: Any, rows: int) -> dict[str, Tensor]:
-    """Return the field SOURCE of dummy rows, as `source_field`."""
-    return {SOURCE: torch.zeros(rows, dtype=torch.int64)} if has_sources(config) else {}
+def blank_batch(config: Any, rows: int, fields: dict[str, Tensor]) -> Batch:
+    """Return a batch of dummy rows with these fields, row weights, and SOURCE as `source_field`."""
+    source = {SOURCE: torch.zeros(rows, dtype=torch.int64)} if has_sources(config) else {}
+    fields = {**fields, "row_weights": torch.ones(rows), **source}
+    return Batch(fields=fields, keys=torch.arange(rows), start=0)
 
 
 def rows_by_source(batch: Batch, sources: int) -> Tensor:

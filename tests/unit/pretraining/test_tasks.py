@@ -19,7 +19,7 @@ from trp_scale.data.sources import Sources
 from trp_scale.data.text.dataset import GROUPS
 from trp_scale.pretraining.base import open_sources
 from trp_scale.pretraining.pos_bert.batch import kept_positions
-from trp_scale.pretraining.tasks import SOURCE, blank_source, rows_by_source, source_names
+from trp_scale.pretraining.tasks import SOURCE, blank_batch, rows_by_source, source_names
 
 PATH = "books:0.7=/a,wiki:0.3=/b"
 
@@ -72,7 +72,7 @@ def test_one_data_set_has_no_sources(path: str) -> None:
 def test_rows_by_source() -> None:
     batch = Batch(fields={SOURCE: torch.tensor([2, 0, 2])}, keys=torch.arange(3), start=0)
     assert rows_by_source(batch, 3).tolist() == [[0, 0, 1], [1, 0, 0], [0, 0, 1]]
-    assert blank_source(config("parts_of_speech"), 2) == {}
+    assert set(blank_batch(config("parts_of_speech"), 2, {}).fields) == {"row_weights"}
 
 
 def test_the_source_of_a_row_is_its_member_of_the_mixture(text_dataset: Path) -> None:

@@ -33,7 +33,7 @@ from trp_scale.methods.learned_masks.hook import NETWORK
 from trp_scale.methods.learned_masks.masks import NETWORKS, MaskingNetwork
 from trp_scale.models.positions import perturbation_shape
 from trp_scale.pretraining.base import find_upstream, open_sources
-from trp_scale.pretraining.mae.masks import draw_masks, random_order
+from trp_scale.pretraining.mae.batch import draw_masks, random_order
 from trp_scale.pretraining.mae.model import MaskedAutoencoder
 from trp_scale.pretraining.mae.settings import MaeConfig
 from trp_scale.pretraining.mae.upstream import MaskedPatchReconstruction

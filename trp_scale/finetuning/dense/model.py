@@ -19,7 +19,7 @@ from trp_scale.core.run import tensor_seed
 from trp_scale.finetuning.dense.settings import DenseConfig, DenseTaskConfig
 from trp_scale.models.batch_norm import BatchNorm
 from trp_scale.models.initialise import initialise_vision, set_all
-from trp_scale.models.vit import EncoderShape, ImageEncoder, OnImageEncoder
+from trp_scale.models.vit import ImageEncoder, OnImageEncoder
 
 NORM_CHANNELS = 16
 """Fewest channels in a group of a group norm: on a 1 x 1 map, a norm over fewer channels loses too much."""
@@ -284,18 +284,18 @@ def _double_side(width: int) -> nn.ConvTranspose2d:
     return nn.ConvTranspose2d(width, width, 2, stride=2)
 
 
-def build_head(config: DenseTaskConfig, shape: EncoderShape, outputs: int) -> DenseHead:
+def build_head(config: DenseTaskConfig, outputs: int) -> DenseHead:
     """Build the head of a checked section `dense`, not yet initialised."""
-    dense = config.dense
+    dense, width, blocks = config.dense, config.model.hidden_size, config.model.layers
     if dense.head == "linear":
-        return LinearHead(shape.width, outputs)
+        return LinearHead(width, outputs)
     if dense.head == "convnext":
-        last = (shape.blocks - 1,) if dense.raw_tokens else ()
-        return ConvNextHead(shape.width, outputs, last, dense.width or CONVNEXT_WIDTH)
-    after = tuple(dense.after) or quarters(shape.blocks)
+        last = (blocks - 1,) if dense.raw_tokens else ()
+        return ConvNextHead(width, outputs, last, dense.width or CONVNEXT_WIDTH)
+    after = tuple(dense.after) or quarters(blocks)
     if dense.head == "upernet":
-        return UperNetHead(shape.width, outputs, after, dense)
-    return DptHead(shape.width, outputs, after, dense)
+        return UperNetHead(width, outputs, after, dense)
+    return DptHead(width, outputs, after, dense)
 
 
 UNUSED_BY_MULTIMAE = ("act_postprocess.", "scratch.layer_rn.", "scratch.refinenet4.resConfUnit1.")
@@ -319,7 +319,7 @@ class PixelModel(OnImageEncoder):
         super().__init__()
         self.encoder = ImageEncoder(config, biased=config.dense.position_bias)
         initialise_vision(self, seed=config.training.seed, std=config.model.initializer_range)
-        self.head = build_head(config, self.encoder.shape, outputs)
+        self.head = build_head(config, outputs)
         initialise_head(self.head, seed=config.training.seed)
 
     def forward(self, images: Tensor) -> list[Tensor]:

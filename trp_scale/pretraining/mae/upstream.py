@@ -33,7 +33,7 @@ from trp_scale.pretraining.mae.image_weights import read_image_weights
 from trp_scale.pretraining.mae.model import ForwardOutput, MaeOutput, MaskedAutoencoder
 from trp_scale.pretraining.mae.settings import MaeConfig, MaeObjectiveConfig
 from trp_scale.pretraining.mae.weights import load_weights
-from trp_scale.pretraining.tasks import blank_source, rows_by_source, source_names
+from trp_scale.pretraining.tasks import blank_batch, rows_by_source, source_names
 
 RECONSTRUCTION = "reconstruction"
 UNIFORMITY = "uniformity"
@@ -239,10 +239,8 @@ def blank_rows(config: MaeConfig, rows: int) -> Batch:
         "visible": order[..., : split.visible].contiguous(),
         "masked": order[..., split.visible :].contiguous(),
         "labels": torch.zeros(rows, dtype=torch.int64),
-        "row_weights": torch.ones(rows),
-        **blank_source(config, rows),
     }
-    return Batch(fields=fields, keys=torch.arange(rows), start=0)
+    return blank_batch(config, rows, fields)
 
 
 @dataclass(frozen=True, kw_only=True)

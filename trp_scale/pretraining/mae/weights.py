@@ -49,9 +49,6 @@ from trp_scale.pretraining.mae.settings import MaeConfig
 if TYPE_CHECKING:
     from transformers import ViTMAEConfig
 
-HUB_FILE = "hubconf.py"
-"""File that torch.hub loads from a local directory."""
-
 TIMM_EPS = 1e-6
 """Epsilon of the layer norms in timm's vision transformers; no argument changes it."""
 
@@ -245,7 +242,8 @@ def write_encoder(
     (directory / "config.json").write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
     save_file(state, directory / "model.safetensors", metadata={"format": "pt"})
     if relative:
-        (directory / HUB_FILE).write_text(inspect.getsource(relative_vit), encoding="utf-8")
+        # torch.hub loads this file from a local directory.
+        (directory / "hubconf.py").write_text(inspect.getsource(relative_vit), encoding="utf-8")
 
 
 def write_vitmae(export: Export) -> None:

@@ -24,7 +24,7 @@ from trp_scale.data.images.dataset import ImageDataset, ImageMeta, RowReader, ag
 from trp_scale.data.mixture import MemberPath
 from trp_scale.data.plan import Addresses, row_states
 from trp_scale.data.sources import Rows, require_kind
-from trp_scale.pretraining.mae.masks import random_order
+from trp_scale.pretraining.mae.batch import random_order
 from trp_scale.pretraining.mm_mae.settings import MmMaeConfig, predicted_modality, used_modalities
 from trp_scale.pretraining.modalities.base import Modality
 from trp_scale.pretraining.tasks import source_field

@@ -26,7 +26,7 @@ from trp_scale.pretraining.mm_mae.batch import RunModalities, open_rows, visible
 from trp_scale.pretraining.mm_mae.model import MultimodalMaskedAutoencoder, MultimodalOutput
 from trp_scale.pretraining.mm_mae.settings import MmMaeConfig
 from trp_scale.pretraining.mm_mae.weights import CLASSES, load_multimae, sizes_from_weights
-from trp_scale.pretraining.tasks import blank_source, join_names, rows_by_source, source_names
+from trp_scale.pretraining.tasks import blank_batch, join_names, rows_by_source, source_names
 
 TASK_TAPS = Extra("task_taps")
 """Name of the taps in `Batch.extras`, and of the model's argument for them."""
@@ -158,12 +158,10 @@ def blank_rows(config: MmMaeConfig, rows: int) -> Batch:
     fields = {
         "visible": torch.arange(config.modalities.visible_tokens).expand(rows, -1).contiguous(),
         "labels": torch.zeros(rows, dtype=torch.int64),
-        "row_weights": torch.ones(rows),
-        **blank_source(config, rows),
     }
     for modality in RunModalities(config).used.values():
         fields |= modality.empty_fields(rows, config.crops)
-    return Batch(fields=fields, keys=torch.arange(rows), start=0)
+    return blank_batch(config, rows, fields)
 
 
 class MultimodalUpstream(Upstream):

@@ -251,7 +251,7 @@ class Decoder(nn.Module):
         mask[vocab_size:] = -torch.inf
         self.register_buffer("out_of_vocabulary", mask, persistent=False)
 
-    def logits(self, hidden: Tensor, embeddings: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, embeddings: Tensor) -> Tensor:
         # DeepSpeed casts parameters to bf16 or fp16, but not buffers.
         return F.linear(hidden, embeddings, self.bias + self.out_of_vocabulary.to(self.bias.dtype))
 
@@ -268,19 +268,7 @@ class PredictionHead(Decoder):
         self.transform = PredictionTransform(hidden_size, eps)
 
     def forward(self, hidden: Tensor, embeddings: Tensor, tap: Tensor | None = None) -> Tensor:
-        return self.logits(self.transform(hidden, tap), embeddings)
-
-
-class PretrainingHeads(nn.Module):
-    """Masked-word and next-sentence heads, named as in transformers."""
-
-    def __init__(self, hidden_size: int, eps: float, vocab_size: int) -> None:
-        super().__init__()
-        self.predictions = PredictionHead(hidden_size, eps, vocab_size)
-        self.seq_relationship = nn.Linear(hidden_size, 2)
-
-
-PROJECTIONS = ("query", "key", "value")
+        return super().forward(self.transform(hidden, tap), embeddings)
 
 
 class BertForMaskedPositions(ListedModel, nn.Module):
@@ -307,7 +295,9 @@ class BertForMaskedPositions(ListedModel, nn.Module):
         self.bert = BertModel(padded)
         whole = [Layer(padded, layer_idx=number) for number in range(model.layers - 1)]
         self.bert.encoder.layer = nn.ModuleList([*whole, LastLayer(padded, layer_idx=model.layers - 1)])
-        self.cls = PretrainingHeads(model.hidden_size, model.layer_norm_eps, vocab_size)
+        predictions = PredictionHead(model.hidden_size, model.layer_norm_eps, vocab_size)
+        # Masked-word and next-sentence heads, named as in transformers
+        self.cls = nn.ModuleDict({"predictions": predictions, "seq_relationship": nn.Linear(model.hidden_size, 2)})
         initialise(self, seed=seed, std=model.initializer_range)
 
     @classmethod
@@ -328,7 +318,10 @@ class BertForMaskedPositions(ListedModel, nn.Module):
         and norms."""
         layer = "bert.encoder.layer.*"
         return TensorPlan(
-            columns=(*(f"{layer}.attention.self.{name}" for name in PROJECTIONS), f"{layer}.intermediate.dense"),
+            columns=(
+                *(f"{layer}.attention.self.{name}" for name in ("query", "key", "value")),
+                f"{layer}.intermediate.dense",
+            ),
             rows=(f"{layer}.attention.output.dense", f"{layer}.output.dense"),
             vocabulary=("bert.embeddings.word_embeddings",),
             first_dimension=("cls.predictions.bias", "cls.predictions.out_of_vocabulary"),
@@ -379,8 +372,8 @@ class BertForMaskedPositions(ListedModel, nn.Module):
             selected = selected + representation_tap.to(selected.dtype)
         words, embeddings = selected[:, 1:], self.bert.embeddings.word_embeddings.weight
         return BertOutput(
-            prediction_logits=self.cls.predictions(words, embeddings, transform_tap),
-            next_sentence_logits=self.cls.seq_relationship(self.bert.pooler(selected)),
+            prediction_logits=self.cls["predictions"](words, embeddings, transform_tap),
+            next_sentence_logits=self.cls["seq_relationship"](self.bert.pooler(selected)),
             shared_inputs=None if transform_tap is None else words.detach(),
             word_losses=self.word_losses,
             training=self.training,
@@ -399,4 +392,4 @@ class BertForMaskedPositions(ListedModel, nn.Module):
 
     def set_output_bias(self, values: Tensor) -> None:
         """Set the bias of the word prediction to these logits, [V]; that of padding stays 0."""
-        self.cls.predictions.set_bias(values)
+        self.cls["predictions"].set_bias(values)  # type: ignore[operator]

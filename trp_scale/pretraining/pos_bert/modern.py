@@ -140,22 +140,9 @@ def outside_flops(model: TextModelConfig, lengths: Tensor, rows: int, length: in
     return 4 * model.hidden_size * spared  # products of queries and keys, and of weights and values
 
 
-class AttentionMatrices(nn.Module):
-    """Matrices of an attention layer."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.Wqkv = nn.Linear(width, 3 * width, bias=False)
-        self.Wo = nn.Linear(width, width, bias=False)
-
-
-class GatedFeedForward(nn.Module):
-    """Matrices of a GeGLU layer (Shazeer 2020)."""
-
-    def __init__(self, width: int, intermediate: int) -> None:
-        super().__init__()
-        self.Wi = nn.Linear(width, 2 * intermediate, bias=False)
-        self.Wo = nn.Linear(intermediate, width, bias=False)
+def matrices(**sizes: tuple[int, int]) -> nn.ModuleDict:
+    """Return matrices by name, of these numbers of inputs and outputs."""
+    return nn.ModuleDict({name: nn.Linear(*size, bias=False) for name, size in sizes.items()})
 
 
 class ModernLayer(ListedLayer, nn.Module):
@@ -172,9 +159,10 @@ class ModernLayer(ListedLayer, nn.Module):
         self.head_size = width // model.heads
         # The embeddings have a norm already.
         self.attn_norm = make_norm(model) if number else nn.Identity()
-        self.attn = AttentionMatrices(width)
+        self.attn = matrices(Wqkv=(width, 3 * width), Wo=(width, width))
         self.mlp_norm = make_norm(model)
-        self.mlp = GatedFeedForward(width, model.intermediate_size)
+        # GeGLU (Shazeer 2020)
+        self.mlp = matrices(Wi=(width, 2 * model.intermediate_size), Wo=(model.intermediate_size, width))
 
     def forward(self, hidden: Tensor, attention_inputs: AttentionInputs, places: KeptPositions | None = None) -> Tensor:
         """[R, L, D] -> [R, L, D]; with places, [K, D] -> [K, D]."""
@@ -183,20 +171,20 @@ class ModernLayer(ListedLayer, nn.Module):
         context = context.transpose(1, 2).flatten(2)  # [R, L, D]
         if places is not None:
             context = RowsToList.apply(context, places.kept)  # type: ignore[no-untyped-call]  # [K, D]
-        return self.feed_forward(hidden + self.attn.Wo(context))
+        return self.feed_forward(hidden + self.attn["Wo"](context))
 
     def project(self, hidden: Tensor, places: KeptPositions | None) -> tuple[Tensor, ...]:
         """Return queries, keys and values, [R, H, L, D / H]."""
-        (projected,) = self.cut.project(self.attn_norm(hidden), self.attn.Wqkv)
+        (projected,) = self.cut.project(self.attn_norm(hidden), self.attn["Wqkv"])
         parts = to_rows(projected, places).chunk(3, dim=-1)  # [R, L, D]
         # With tensor parallelism, D is the width of this rank's heads.
         return tuple(part.unflatten(-1, (-1, self.head_size)).transpose(1, 2) for part in parts)  # type: ignore[no-untyped-call]
 
     def feed_forward(self, hidden: Tensor) -> Tensor:
         """Add the feed-forward branch, [..., D] -> [..., D]."""
-        (projected,) = self.cut.project(self.mlp_norm(hidden), self.mlp.Wi)
+        (projected,) = self.cut.project(self.mlp_norm(hidden), self.mlp["Wi"])
         values, gate = projected.chunk(2, dim=-1)  # [..., intermediate]
-        return hidden + self.mlp.Wo(F.gelu(values) * gate)  # type: ignore[no-any-return]
+        return hidden + self.mlp["Wo"](F.gelu(values) * gate)  # type: ignore[no-any-return]
 
 
 class LastModernLayer(ModernLayer):
@@ -215,7 +203,7 @@ class LastModernLayer(ModernLayer):
         else:
             numbers = places.numbers.gather(1, positions)  # [R, S]
             tokens = hidden.index_select(0, numbers.view(-1)).view(*positions.shape, width)  # [R, S, D]
-        return self.feed_forward(tokens + self.attn.Wo(context.transpose(1, 2).flatten(2)))
+        return self.feed_forward(tokens + self.attn["Wo"](context.transpose(1, 2).flatten(2)))
 
 
 def make_norm(model: TextModelConfig) -> nn.LayerNorm:
@@ -313,13 +301,6 @@ class ModernTransform(nn.Module):
         return self.norm(F.gelu(hidden))  # type: ignore[no-any-return]
 
 
-class ModernDecoder(Decoder):
-    """Decoder that is a module of its own."""
-
-    def forward(self, hidden: Tensor, embeddings: Tensor) -> Tensor:
-        return self.logits(hidden, embeddings)
-
-
 class ModernBertForMaskedPositions(ListedModel, nn.Module):
     """ModernBERT with masked-word prediction at given positions; `vocab_size` is without padding, which has probability
     0. It has no segments and no next-sentence prediction."""
@@ -334,7 +315,7 @@ class ModernBertForMaskedPositions(ListedModel, nn.Module):
         self.settings, self.vocab_size = model, vocab_size
         self.model = ModernEncoder(model, padded_vocabulary(vocab_size))
         self.head = ModernTransform(model)
-        self.decoder = ModernDecoder(vocab_size)
+        self.decoder = Decoder(vocab_size)
         initialise_modern(self, seed=seed, std=model.initializer_range, layers=model.layers)
 
     @classmethod

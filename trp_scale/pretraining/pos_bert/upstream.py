@@ -31,7 +31,7 @@ from trp_scale.pretraining.pos_bert.batch import keep_all_positions, kept_length
 from trp_scale.pretraining.pos_bert.model import BertOutput
 from trp_scale.pretraining.pos_bert.settings import PosBertConfig, PosBertObjectiveConfig
 from trp_scale.pretraining.pos_bert.weights import MODELS, load_transformers, sizes_from_weights
-from trp_scale.pretraining.tasks import SOURCE, blank_source, join_names, source_names
+from trp_scale.pretraining.tasks import SOURCE, blank_batch, join_names, source_names
 
 TAPS: dict[TapPlace, Extra] = {"weights": Extra("transform_tap"), "representation": Extra("representation_tap")}
 """Argument of the model for each tap."""
@@ -193,11 +193,9 @@ def blank_rows(config: PosBertConfig, length: int, segments: int, rows: int) -> 
         ),
         "label_weights": torch.ones(rows, predicted),
         "next_sentence": torch.zeros(rows, dtype=torch.int64),
-        "row_weights": torch.ones(rows),
-        **blank_source(config, rows),
         **({"segment_ends": torch.full((rows, segments), length)} if segments else {}),
     }
-    return Batch(fields=fields, keys=torch.arange(rows), start=0)
+    return blank_batch(config, rows, fields)
 
 
 def require_same_pieces(weights: str, tokenizer: Path) -> None:

@@ -29,7 +29,7 @@ from trp_scale.data.index import read_index, read_json, write_json
 from trp_scale.data.plan import Addresses, row_states
 from trp_scale.errors import DataError
 from trp_scale.pretraining.base import open_sources
-from trp_scale.pretraining.mae.masks import draw_masks
+from trp_scale.pretraining.mae.batch import draw_masks
 from trp_scale.sharding.verify import verify_dataset
 
 

@@ -14,7 +14,7 @@ from trp_scale.config.images import PatchSplit
 from trp_scale.data.hashing import mix
 from trp_scale.data.images.crops import crop_words
 from trp_scale.methods.learned_masks.settings import ColorSettings
-from trp_scale.pretraining.mae.masks import color_noise, draw_masks, gaussian, order_by_noise
+from trp_scale.pretraining.mae.batch import color_noise, draw_masks, gaussian, order_by_noise
 
 NOISES = ("red", "blue", "green", "purple")
 WORDS = mix(np.arange(400, dtype=np.uint64))
