@@ -15,16 +15,19 @@ from torch import Tensor, nn
 from trp_scale.checkpoint.document import read_document
 from trp_scale.checkpoint.export import find_checkpoint
 from trp_scale.checkpoint.format import named_weights, read_full_state
-from trp_scale.checkpoint.initial_weights import FILES, GivenWeights, is_run, read_given_weights, reading
+from trp_scale.checkpoint.initial_weights import FILES, GivenWeights, is_run, listed_names, read_given_weights, reading
 from trp_scale.checkpoint.run_directory import name_seed_runs
 from trp_scale.config import AVERAGE, Config, ModelConfig, RefusedError, TextModelConfig
 from trp_scale.config.finetuning import FinetuneConfig, ImageTaskConfig
+from trp_scale.config.images import ImagePretrainConfig, RelativeVisionConfig
 from trp_scale.config.loader import from_dict
 from trp_scale.config.run_flags import SIZES
 from trp_scale.errors import quote
 from trp_scale.finetuning.arguments import SCRATCH
 from trp_scale.models.initialise import check_names, check_shapes
 from trp_scale.models.positions import interpolate
+from trp_scale.pretraining.mae.image_weights import RELATIVE_ARCHITECTURE, is_encoder, read_image_weights
+from trp_scale.pretraining.mm_mae.settings import MmMaeConfig
 
 POSITION_NUMBERS = "embeddings.position_ids"
 """Buffer 0, 1, 2, ... that earlier versions of transformers stored."""
@@ -113,9 +116,7 @@ def open_encoder(path: str) -> EncoderSource:
     if document.get("model_type") in ("bert", "modernbert"):
         return _encoder_from_transformers(path, source)
     if document.get("model_type") == "vit_mae" or "architecture" in document:
-        from trp_scale.finetuning.image_encoders import encoder_from_files
-
-        return encoder_from_files(path, source)
+        return image_encoder_from_files(path, source)
     raise RefusedError(
         f"--from {path}: config.json has model_type {quote(document.get('model_type'))}; allowed: bert, modernbert, "
         "vit_mae, or timm's config.json (with architecture)"
@@ -158,8 +159,6 @@ def encoder_from_run(
             tokenizer=tokenizer,
             checkpoint=checkpoint,
         )
-    from trp_scale.finetuning.image_encoders import image_encoder_from_run
-
     return image_encoder_from_run(config, path, stored, checkpoint)
 
 
@@ -203,3 +202,83 @@ def _encoder_from_transformers(path: str, source: GivenWeights) -> EncoderSource
         read=lambda: select_encoder({full_name(name): tensor for name, tensor in source.tensors.items()}),
         tokenizer=Path(path),
     )
+
+
+def image_encoder_from_run(
+    config: Config, path: str, stored: Callable[[], dict[str, Tensor]], checkpoint: Path | None
+) -> EncoderSource:
+    """Return the encoder of a run on images."""
+    from trp_scale.pretraining.mm_mae.weights import image_encoder_weights  # with timm, which text goes without
+
+    if not isinstance(config, (ImagePretrainConfig, ImageTaskConfig)):
+        raise RefusedError(f"--from {path}: the run's encoder reads neither images nor text; allowed: a run on either")
+    if isinstance(config, MmMaeConfig) and "rgb" not in config.modalities.inputs:
+        raise RefusedError(
+            f"--from {path}: the run's modalities.inputs are {', '.join(config.modalities.inputs)}; allowed: a run "
+            "with the input rgb"
+        )
+
+    def read() -> dict[str, Tensor]:
+        whole = {name.removeprefix("encoder."): tensor for name, tensor in stored().items()}
+        named = image_encoder_weights(whole) if isinstance(config, MmMaeConfig) else whole
+        weights = {name: tensor for name, tensor in named.items() if is_encoder(name) or name == "pos_embed"}
+        # With mean pooling a classifier's last norm is fc_norm.
+        of_mean = {f"norm.{kind}": f"fc_norm.{kind}" for kind in ("weight", "bias")}
+        return weights | {name: named[stored_as] for name, stored_as in of_mean.items() if stored_as in named}
+
+    grid, learned, index = config.crops.size // config.vision.patch_size, False, ""
+    if isinstance(config, ImageTaskConfig):
+        learned = config.trains_positions
+        if not learned and config.downstream.positions == "interpolated":  # the positions of pre-training
+            grid = config.downstream.pretraining_grid or grid
+    else:
+        learned = config.vision.learned_positions
+    if isinstance(config, ImagePretrainConfig) and config.adversary.kind == "relative_coordinate":
+        # A coordinate adversary shifts this index, so it is the index without a shift.
+        index = "relaxed" if config.adversary.index == "relaxed" else "rounded"
+    settings = sizes_from_model(config.model) | {
+        ("vision", "patch_size"): config.vision.patch_size,
+        ("vision", "positions"): "absolute",
+        ("vision", "position_order"): config.vision.position_order,
+        ("downstream", "pretraining_grid"): grid,
+        ("downstream", "learned_positions"): learned,
+    }
+    if isinstance(config.vision, RelativeVisionConfig):
+        names = ("positions", "relative_mode", "relative_values")
+        settings |= {("vision", name): getattr(config.vision, name) for name in names}
+        settings["vision", "index"] = index or config.vision.index
+    return EncoderSource(path=path, text=False, settings=settings, read=read, checkpoint=checkpoint)
+
+
+def image_encoder_from_files(path: str, source: GivenWeights) -> EncoderSource:
+    """Return transformers' ViTMAE, timm's vision transformer, or an export with relative positions. Sine-cosine
+    positions stay fixed, others become weights."""
+    fields = source.fields
+    index = ""
+    if fields.document.get("architecture") == RELATIVE_ARCHITECTURE:  # an export: timm's plain ViT with position tables
+        index = fields.text("relative_index")
+        if index not in ("relaxed", "rounded"):
+            raise fields.refusal(f"relative_index is {quote(index)}, allowed: relaxed, rounded")
+    if fields.text("hidden_act", "gelu") != "gelu" or not fields.take("qkv_bias", bool, True):
+        raise RefusedError(f"--from {path}: allowed: hidden_act gelu, and biases of queries, keys and values")
+    with reading(source.where):
+        weights = read_image_weights(source.tensors, fields)
+    unused = ("decoder", "prediction.", "mask_token")  # parts of an autoencoder that fine-tuning does not need
+    other = [name for name in weights.tensors if not is_encoder(name) and not name.startswith(unused)]
+    if differences := [*weights.differences, *([f"weights of {listed_names(other)}"] if other else [])]:
+        raise RefusedError(
+            f"--from {path}: {'; '.join(differences)}; allowed: a plain vision transformer with a class token, such as "
+            "vit_base_patch16_224"
+        )
+    sizes = {key: value for key, value in weights.sizes.items() if key[0] == "model" or key[1] == "patch_size"}
+    settings = sizes | {
+        ("vision", "positions"): "relative" if index else "absolute",
+        ("vision", "position_order"): weights.order or "column_row",
+        ("downstream", "pretraining_grid"): weights.grid,
+        ("downstream", "learned_positions"): weights.order is None,
+    }
+    if index:
+        settings["vision", "index"] = index
+    tensors = {name: tensor for name, tensor in weights.tensors.items() if is_encoder(name)}
+    learned = {} if weights.order else {"pos_embed": weights.positions}
+    return EncoderSource(path=path, text=False, settings=settings, read=lambda: tensors | learned)

@@ -101,14 +101,6 @@ def add_results(run_dir: Path, results: Results) -> Results:
     return results
 
 
-def refuse_learned_images(config: FinetuneConfig) -> None:
-    """Refuse a test set that shares more than MOST_IN_COMMON of its images with the training set."""
-    if isinstance(config, ImageTaskConfig) and config.downstream.test_path:
-        train = image_datasets(config.data.path)
-        for test in image_datasets(config.downstream.test_path):
-            refuse_shared_images(train, test)
-
-
 def select_seed(arguments: FinetuneArguments, task: str, number: int, run_dir: Path) -> FinetuneArguments:
     """Return the arguments for the run of one task and seed."""
     config = copy.deepcopy(arguments.config)
@@ -174,8 +166,10 @@ def run_seed(
     def build(config: Config, where: Environment) -> Upstream:
         assert isinstance(config, FinetuneConfig)
         tasks.append(build_task(config, where))
-        if len(tasks) == 1 and not earlier:  # no collective here: the first build may only derive sizes
-            refuse_learned_images(config)
+        image_test = isinstance(config, ImageTaskConfig) and config.downstream.test_path
+        if image_test and len(tasks) == 1 and not earlier:  # no collective: the first build may only derive sizes
+            for test in image_datasets(image_test):
+                refuse_shared_images(image_datasets(config.data.path), test)
         check_same_data(run_dir, tasks[-1].sources.digest(), earlier)
         return tasks[-1]
 

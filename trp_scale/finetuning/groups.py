@@ -60,9 +60,6 @@ PARTITION = "list_eval_partition.csv"
 SPLITS = {"0": "train", "1": "val", "2": "test"}
 """Numbers of splits in Waterbirds and CelebA."""
 
-MAX_CSV_BYTES = 4 << 30
-"""Largest size of a file in bytes; that of CivilComments has 0.4 GB."""
-
 
 def read_group_file(source: str) -> list[GroupRow]:
     """Read the groups of a CSV file; a missing group is "".
@@ -99,7 +96,7 @@ def read_group_file(source: str) -> list[GroupRow]:
 
 def _read_csv(path: Path) -> tuple[list[str], list[dict[str, str]]]:
     """Return the header and the rows of a file. Raises DataError with the file and the row."""
-    content = read_content(path, DataError, largest=MAX_CSV_BYTES)
+    content = read_content(path, DataError, largest=4 << 30)  # CivilComments has 0.4 GB
     try:
         reader = csv.DictReader(io.StringIO(content.decode("utf-8-sig"), newline=""), strict=True)
         names, rows = list(reader.fieldnames or []), list(reader)

@@ -29,9 +29,6 @@ from trp_scale.data.images.dataset import DecodedRows, ImageDataset, ImageMeta, 
 from trp_scale.data.plan import Addresses, row_states
 from trp_scale.finetuning.classification.settings import AugmentationConfig, ClassificationTaskConfig
 
-HIGHEST = 9.999
-"""Largest RandAugment magnitude: at 10, timm's posterize keeps 0 bits, which Pillow refuses."""
-
 
 @contextmanager
 def restored_generators() -> Iterator[None]:
@@ -62,7 +59,7 @@ class ImageAugmentation:
             name = f"rand-m{settings.magnitude}-n{settings.operations}-mstd{settings.magnitude_deviation:f}-inc1"
             parameters = {
                 "img_mean": tuple(round(255 * mean) for mean in IMAGENET_DEFAULT_MEAN),
-                "magnitude_max": HIGHEST,
+                "magnitude_max": 9.999,  # at 10, timm's posterize keeps 0 bits, which Pillow refuses
                 "interpolation": Image.Resampling[crops.interpolation.upper()],
             }
             self._rand_augment = rand_augment_transform(name, parameters)

@@ -49,10 +49,6 @@ from trp_scale.reporting.results import CONSTANT
 MOST_FREQUENT = "most_frequent_class"
 """Key in a checkpoint: number of the most frequent class of the training images."""
 
-TOP = 5
-MANY_CLASSES = 10
-"""Fewest classes for which top-5 accuracy is reported."""
-
 
 class ClassificationTask(ImageTask[ClassificationTaskConfig]):
     """Image classification; see `DownstreamTask`."""
@@ -163,8 +159,8 @@ class Accuracy:
         rows = self._rows.gather(group)
         right, labels = rows["ranks"] == 0, rows["labels"]
         figures: dict[str, Any] = {"accuracy": float(right.mean())}
-        if len(self._classes) >= MANY_CLASSES:
-            figures["accuracy_top5"] = float((rows["ranks"] < TOP).mean())
+        if len(self._classes) >= 10:
+            figures["accuracy_top5"] = float((rows["ranks"] < 5).mean())
         if self._constant is not None:
             figures[f"{CONSTANT}accuracy"] = float((labels == self._constant).mean())
         images = np.bincount(labels, minlength=len(self._classes)).tolist()
@@ -268,11 +264,6 @@ class ImageClassification(TaskObjective):
         return self.sum_rows(losses, batch)
 
 
-HEAD_DEVIATION = 2e-5
-"""Standard deviation of the head's initial weights: all classes start equally likely. MAE also truncates at 2, which
-is 100,000 deviations, so truncation has no effect."""
-
-
 class ImageClassifier(OnImageEncoder):
     """Encoder, pooling (mean of the patch tokens, or class token), norm, dropout and a linear layer.
 
@@ -289,9 +280,9 @@ class ImageClassifier(OnImageEncoder):
         self.dropout = nn.Dropout(config.downstream.dropout)
         self.head = nn.Linear(width, config.downstream.classes)
         initialise_vision(self, seed=config.training.seed, std=config.model.initializer_range)
-        with torch.no_grad():
+        with torch.no_grad():  # all classes start equally likely; MAE also truncates at 2, which is 100,000 deviations
             shape = (config.downstream.classes, width)
-            self.head.weight.copy_(initial_tensor(config.training.seed, "head.weight", shape, HEAD_DEVIATION))
+            self.head.weight.copy_(initial_tensor(config.training.seed, "head.weight", shape, 2e-5))
 
     def forward(self, images: Tensor) -> Tensor:
         """Return logits [B, C] for normalised pixels [B, 3, S, S]."""

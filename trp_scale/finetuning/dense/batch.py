@@ -68,10 +68,6 @@ class WindowCutter:
         return [*range(0, last, self._stride), last]
 
 
-NO_MASKING = 0
-"""Argument `maskings` of row_states without masking: the state changes in each epoch."""
-
-
 class JitteredBatchBuilder:
     """Builds training batches of R crops of S x S pixels.
 
@@ -97,7 +93,7 @@ class JitteredBatchBuilder:
         """Build the batch of rows at `addresses`; the first is at position `start` of the source."""
         began = time.perf_counter()
         rows = self._rows.read(addresses)
-        states = row_states(addresses, seed=self._seed, maskings=NO_MASKING)
+        states = row_states(addresses, seed=self._seed, maskings=0)  # the state changes in each epoch
         jitters = self._jitter.draw(states, rows.sizes)
         distortions = draw_distortions(states) if self._distorts else None
         size = self._jitter.size

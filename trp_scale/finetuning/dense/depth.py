@@ -32,9 +32,6 @@ from trp_scale.models.patches import Pixels
 from trp_scale.pretraining.modalities.depth import LARGEST as LARGEST_NUMBER
 from trp_scale.reporting.results import CONSTANT
 
-SAMPLED_MAPS = 256
-"""Number of training maps for the mean and deviation of depth."""
-
 
 class DepthTask(DenseTask[DepthTaskConfig]):
     """Depth estimation; see `DownstreamTask`."""
@@ -83,7 +80,7 @@ class DepthTask(DenseTask[DepthTaskConfig]):
         return 1
 
     def _statistics(self, data: DenseData) -> tuple[float, float]:
-        """Return mean and deviation of the first maps in training order, which is the same on all ranks."""
+        """Return mean and deviation of the first 256 maps in training order, which is the same on all ranks."""
         config = self.config
         paths, rows = parse_paths(config.data.path), data.rows(config, whole=False)
         fraction = 0.0 if config.downstream.test_path else config.data.validation_fraction
@@ -92,7 +89,7 @@ class DepthTask(DenseTask[DepthTaskConfig]):
             members=rows.members(paths, select_training_blocks(rows.blocks, paths, fraction)),
             blocks_per_group=config.data.blocks_per_group,
         )
-        addresses = plan.locate(np.arange(min(SAMPLED_MAPS, plan.rows)))
+        addresses = plan.locate(np.arange(min(256, plan.rows)))
         samples = RowReader(data.datasets, data.meta, verify=False).read(addresses).samples
         count, total, squares = 0, 0.0, 0.0
         for sample, member in zip(samples, addresses.member.tolist(), strict=True):
@@ -128,9 +125,6 @@ class DepthTask(DenseTask[DepthTaskConfig]):
         dense = self.config.dense
         return DepthErrors(self.space, dense.alignment, dense.region)
 
-
-THRESHOLD = 0.2
-"""Threshold c of the loss as a share of the largest error."""
 
 LARGEST = Extra("largest_error")
 """Key in `Batch.extras`: largest error of the global batch, []."""
@@ -206,7 +200,7 @@ def reverse_huber(errors: Tensor, largest: Tensor | None = None) -> Tensor:
     size = errors.abs()
     if largest is None:
         largest = size.detach().flatten(1).amax(1).view(-1, *[1] * (errors.ndim - 1))  # [R, 1, 1]
-    threshold = (THRESHOLD * largest).clamp(min=torch.finfo(errors.dtype).tiny)
+    threshold = (0.2 * largest).clamp(min=torch.finfo(errors.dtype).tiny)
     return torch.where(size <= threshold, size, (errors.square() + threshold.square()) / (2 * threshold))
 
 
@@ -233,8 +227,6 @@ class LargestError(Hook):
     def after_step(self, ctx: StepContext) -> None:
         self._added = {}
 
-
-DELTA = 1.25
 
 NAMES = ("delta_1", "delta_2", "delta_3", "rmse", "rel", "log10")
 
@@ -304,7 +296,7 @@ def error_sums(predicted: Tensor, true: Tensor) -> Tensor:
     """Return for depth [n] the number of pixels, then sums over pixels for each metric of NAMES, [7] float64."""
     ratio = torch.maximum(predicted / true, true / predicted)
     logarithms = (predicted.log10() - true.log10()).abs()
-    parts = [torch.ones_like(true), *((ratio < DELTA**power).to(true.dtype) for power in (1, 2, 3))]
+    parts = [torch.ones_like(true), *((ratio < 1.25**power).to(true.dtype) for power in (1, 2, 3))]
     parts += [(predicted - true).square(), (predicted - true).abs() / true, logarithms]
     return torch.stack(parts).sum(1, dtype=torch.float64)
 

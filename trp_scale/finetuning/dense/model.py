@@ -21,11 +21,6 @@ from trp_scale.models.batch_norm import BatchNorm
 from trp_scale.models.initialise import initialise_vision, set_all
 from trp_scale.models.vit import ImageEncoder, OnImageEncoder
 
-NORM_CHANNELS = 16
-"""Fewest channels in a group of a group norm: on a 1 x 1 map, a norm over fewer channels loses too much."""
-
-MOST_GROUPS = 32
-
 OUTPUT_SCALE = 0.01
 """Scale of the last layer's initial weights: classes start almost equally likely, and depth at its mean."""
 
@@ -64,7 +59,7 @@ def quarters(blocks: int) -> tuple[int, ...]:
 def group_norm(channels: int) -> nn.GroupNorm:
     """Return a group norm of at most 32 groups. Unlike with a batch norm, results do not depend on how the batch is
     split into micro-batches."""
-    groups = max(1, min(MOST_GROUPS, channels // NORM_CHANNELS))
+    groups = max(1, min(32, channels // 16))  # on a 1 x 1 map, a norm over fewer than 16 channels loses too much
     while channels % groups:
         groups -= 1
     return nn.GroupNorm(groups, channels)
@@ -161,9 +156,6 @@ def finer_map(cells: Tensor) -> Tensor:
     return parts.permute(0, 5, 1, 3, 2, 4).reshape(batch, -1, grid * CELLS, grid * CELLS)
 
 
-DPT_WIDTH = 256
-
-
 class DptHead(DenseHead):
     """Transformers' DPT neck and depth head on tokens of four blocks: maps of 4, 2, 1 and 1/2 times the patch grid,
     fused from coarse to fine.
@@ -201,7 +193,7 @@ class DptHead(DenseHead):
 
         if outputs != 1:
             raise ValueError(f"{outputs} outputs: the DPT head predicts depth; 1 is allowed")
-        self.after, channels = after, dense.width or DPT_WIDTH
+        self.after, channels = after, dense.width or 256
         settings = DPTConfig(
             hidden_size=width,
             is_hybrid=False,
@@ -220,12 +212,6 @@ class DptHead(DenseHead):
         return [self.decoder(self.neck(tokens)).unsqueeze(1)]
 
 
-UPERNET_WIDTH = 512
-AUXILIARY_WIDTH = 256
-AUXILIARY_LEVEL = 2
-"""The third feature map, as in MMSegmentation."""
-
-
 class UperNetHead(DenseHead):
     """Transformers' UPerNet on tokens of four blocks, rescaled to 4, 2, 1 and 1/2 times the patch grid by transposed
     convolutions and pooling (Bao et al. 2022, He et al.). With dense.auxiliary_weight, a small second head reads the
@@ -239,14 +225,14 @@ class UperNetHead(DenseHead):
 
         self.after = after
         norm = BatchNorm if dense.norm == "batch" else group_norm
-        channels = dense.width or UPERNET_WIDTH
         settings = UperNetConfig(
-            hidden_size=channels, num_labels=outputs, auxiliary_channels=AUXILIARY_WIDTH, auxiliary_num_convs=1
+            hidden_size=dense.width or 512, num_labels=outputs, auxiliary_channels=256, auxiliary_num_convs=1
         )
         widths = [width] * len(after)
         self.pyramid = Pyramid(width, norm)
         self.decoder = LibraryHead(settings, widths)
-        self.auxiliary = UperNetFCNHead(settings, widths, in_index=AUXILIARY_LEVEL) if dense.auxiliary_weight else None
+        # The auxiliary head reads the third feature map, as in MMSegmentation.
+        self.auxiliary = UperNetFCNHead(settings, widths, in_index=2) if dense.auxiliary_weight else None
         replace_batch_norms(self, norm)
         for head in filter(None, (self.decoder, self.auxiliary)):
             head.classifier.register_forward_pre_hook(
@@ -261,27 +247,31 @@ class UperNetHead(DenseHead):
         return outputs if self.auxiliary is None else [*outputs, self.auxiliary(maps)]
 
 
+def rescale(width: int, level: int, norm: Callable[[int], nn.Module], shrink: int = 1) -> tuple[nn.Module, int]:
+    """Return a module that rescales a map to 4, 2, 1 or 1/2 times its resolution by `level`, and its output channels.
+
+    Each doubling is a transposed convolution of stride 2, with a norm and GELU between two; halving is max pooling (Li
+    et al. 2021; Li et al. 2022, where each doubling divides the channels by `shrink`).
+    """
+    half = nn.ConvTranspose2d(width, width // shrink, 2, stride=2)
+    if level == 0:
+        quarter = nn.ConvTranspose2d(width // shrink, width // shrink**2, 2, stride=2)
+        return nn.Sequential(half, norm(width // shrink), nn.GELU(), quarter), width // shrink**2
+    if level == 1:
+        return half, width // shrink
+    return (nn.Identity() if level == 2 else nn.MaxPool2d(2)), width
+
+
 class Pyramid(nn.Module):
     """Rescales four maps of D = `width` channels to four resolutions."""
 
     def __init__(self, width: int, norm: Callable[[int], nn.Module]) -> None:
         super().__init__()
-        self.levels = nn.ModuleList(
-            [
-                nn.Sequential(_double_side(width), norm(width), nn.GELU(), _double_side(width)),
-                _double_side(width),
-                nn.Identity(),
-                nn.MaxPool2d(2),
-            ]
-        )
+        self.levels = nn.ModuleList(rescale(width, level, norm)[0] for level in range(4))
 
     def forward(self, maps: list[Tensor]) -> list[Tensor]:
         """Map four tensors [B, D, G, G] to [B, D, 4 G, 4 G], [B, D, 2 G, 2 G], [B, D, G, G], [B, D, G / 2, G / 2]."""
         return [level(tokens) for level, tokens in zip(self.levels, maps, strict=True)]
-
-
-def _double_side(width: int) -> nn.ConvTranspose2d:
-    return nn.ConvTranspose2d(width, width, 2, stride=2)
 
 
 def build_head(config: DenseTaskConfig, outputs: int) -> DenseHead:

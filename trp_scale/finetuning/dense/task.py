@@ -45,41 +45,38 @@ def open_dense(config: DenseTaskConfig, paths: Sequence[MemberPath], kind: type[
         DataError: the data is missing, damaged or of another format, or the members of a mixture differ.
         RefusedError: the images have no such maps, are not sharded, or do not fit the settings.
     """
-    for path in paths:
-        _check(path, kind)
+    command = (
+        f"trp-scale shard-images --inputs IMAGES --modality {kind.name}=MAPS {kind.sharded_with} --output DATA, then "
+        "--data.path DATA"
+    )
+    for path in (member.path for member in paths):
+        document = path / "dataset.json"
+        if path.is_dir() and not document.is_file():
+            raise RefusedError(f"{path}: no dataset.json, so the folder is not sharded; create shards with {command}")
+        try:
+            stored = stored_maps(document, read_json(document))
+        except DataError as error:
+            raise DataError(f"{error}; create images with maps with {command}") from error
+        if kind.name not in stored:
+            raise RefusedError(
+                f"{path} has only {', '.join(['images', *stored])}; --downstream.kind needs {kind.name} maps; create "
+                f"them: {command}"
+            )
+        map_formats()[kind.name].require(document, stored[kind.name])
     datasets = [open_image_dataset(path.path, path.name, (kind.name,)) for path in paths]
     return DenseData(datasets=datasets, meta=agree_images(datasets), maps=kind.from_datasets(datasets, config.dense))
 
 
-def _check(path: MemberPath, kind: type[DenseMaps]) -> None:
-    """Refuse a path without such maps; the message names the command that creates them."""
-    name = kind.name
-    command = (
-        f"trp-scale shard-images --inputs IMAGES --modality {name}=MAPS {kind.sharded_with} --output DATA, then "
-        "--data.path DATA"
-    )
-    document = path.path / "dataset.json"
-    if path.path.is_dir() and not document.is_file():
-        raise RefusedError(f"{path.path}: no dataset.json, so the folder is not sharded; create shards with {command}")
-    try:
-        stored = stored_maps(document, read_json(document))
-    except DataError as error:
-        raise DataError(f"{error}; create images with maps with {command}") from error
-    if name not in stored:
-        names = ", ".join(["images", *stored])
-        raise RefusedError(f"{path.path} has only {names}; --downstream.kind needs {name} maps; create them: {command}")
-    map_formats()[name].require(document, stored[name])
-
-
-MapConverter = Callable[[Tensor, int], Map]
-"""Converts a prediction [H, W], and the number of its data set in the mixture, to a map to store."""
-
-
 class PredictedMaps:
-    """Writes DIRECTORY/KEY.png for each image, batch by batch; see `Predictions`."""
+    """Writes DIRECTORY/KEY.png for each image, batch by batch; see `Predictions`. `convert`: `to_stored_map`."""
 
     def __init__(
-        self, directory: Path, convert: MapConverter, plan: Plan, datasets: Sequence[ImageDataset], group: Group
+        self,
+        directory: Path,
+        convert: Callable[[Tensor, int], Map],
+        plan: Plan,
+        datasets: Sequence[ImageDataset],
+        group: Group,
     ) -> None:
         self._directory, self._convert, self._plan, self._group = directory, convert, plan, group
         self._names = on_rank_zero(group, "reading the keys of the images", lambda: image_names(plan, datasets))

@@ -213,12 +213,6 @@ def check_images(annotations: Annotations) -> None:
 LONGEST_SIDE = 1 << 20
 """Largest height or width of an image in pixels."""
 
-FARTHEST_BOX = 1e9
-"""Largest coordinate of a box in pixels."""
-
-LARGEST_XML = 16 << 20
-"""Largest size of a Pascal VOC annotation in bytes."""
-
 
 def read_coco(path: Path, images: str = "", *, masks: bool = True) -> Annotations:
     """Read a COCO file; see `open_detection`. Classes are its categories by ascending id, which may have gaps.
@@ -312,7 +306,7 @@ def _read_object(
 
 def _is_length(value: object) -> TypeGuard[float]:
     """Return whether the value is a valid coordinate or length in pixels."""
-    return is_finite(value) and abs(value) < FARTHEST_BOX
+    return is_finite(value) and abs(value) < 1e9
 
 
 def _integer(entry: dict[str, Any], name: str, path: Path, kind: str) -> int:
@@ -364,7 +358,7 @@ def read_voc(path: Path, images: str = "") -> Annotations:
     for name in names:
         file = root / "Annotations" / f"{name}.xml"
         try:
-            content = read_content(file, DataError, largest=LARGEST_XML)
+            content = read_content(file, DataError, largest=16 << 20)
         except DataError as error:
             raise DataError(f"{error}; the file is listed in {path}") from error
         digest.update(content)

@@ -37,9 +37,6 @@ _TOP = np.uint64(name_hash("detection: top"))
 _LEFT = np.uint64(name_hash("detection: left"))
 _FLIP = np.uint64(name_hash("detection: flip"))
 
-SMALLEST = 1.0
-"""Smallest side of an object's box in pixels of the square; smaller objects are skipped."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
@@ -175,7 +172,10 @@ class DetectionBatchBuilder:
         began = time.perf_counter()
         images, corrupt = self._read(addresses)
         sizes = np.array([(1, 1) if image is None else image.shape[1:] for image in images], dtype=np.int64)  # [R, 2]
-        placements = self._place(addresses, sizes)
+        placements = letterbox(sizes, self._side)
+        if self._augment:
+            states = row_states(addresses, seed=self._seed, maskings=0)
+            placements = draw_placements(states, sizes, self._side, scales=self._scales, flip=self._flip)
         fields = self._empty(len(images))
         for row, image in enumerate(images):
             if image is not None:
@@ -211,12 +211,6 @@ class DetectionBatchBuilder:
                 corrupt[str(path)] = failure_reason(error)
         return images, corrupt
 
-    def _place(self, addresses: Addresses, sizes: np.ndarray) -> list[Placement]:
-        if not self._augment:
-            return letterbox(sizes, self._side)
-        states = row_states(addresses, seed=self._seed, maskings=0)
-        return draw_placements(states, sizes, self._side, scales=self._scales, flip=self._flip)
-
     def _empty(self, rows: int) -> dict[str, Tensor]:
         fields = {
             "images": torch.full((rows, 3, self._side, self._side), GREY, dtype=torch.uint8),
@@ -240,7 +234,7 @@ class DetectionBatchBuilder:
         for of_dataset, box in zip(objects, boxes, strict=True):
             if slot == self._objects:
                 break
-            if (box[2:] - box[:2]).min() < SMALLEST:
+            if (box[2:] - box[:2]).min() < 1.0:  # less than a pixel of the square
                 continue
             if self._masks:
                 assert dataset.masks is not None, "detection.masks is on only if all data sets have masks"

@@ -15,14 +15,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
+from torchvision.ops import box_iou
 
 from trp_scale.config import RefusedError
 from trp_scale.core.batch import Batch
 from trp_scale.distributed.groups import Group, on_rank_zero
 from trp_scale.finetuning.detection.annotations import Annotations, Floats
-from trp_scale.finetuning.detection.cascade import Target
 from trp_scale.finetuning.detection.masks import encode, mask_functions
-from trp_scale.finetuning.detection.model import paste
+from trp_scale.finetuning.detection.model import Target, paste
 from trp_scale.reporting.results import SPEED
 from trp_scale.storage.files import write_text
 
@@ -47,11 +47,6 @@ class ClassDetections(NamedTuple):
     boxes: Floats
     scores: Floats
 
-    def confident(self) -> ClassDetections:
-        """Select the detections that precision and recall count."""
-        chosen = self.scores >= CONFIDENT
-        return ClassDetections(self.image[chosen], self.boxes[chosen], self.scores[chosen])
-
 
 def average_precision(truths: Sequence[Truth], detections: ClassDetections) -> float | None:
     """Return the mean over recalls 0, 0.1, ..., 1 of the highest precision at that recall or above.
@@ -66,9 +61,7 @@ def average_precision(truths: Sequence[Truth], detections: ClassDetections) -> f
     objects = count_objects(truths)
     if objects == 0:
         return None
-    right = (
-        np.cumsum(counted) if len(counted := match_detections(truths, detections)) else np.zeros(0, dtype=np.int64)
-    )  # [k]
+    right = np.cumsum(match_detections(truths, detections))  # [k]
     precision = right / np.arange(1, len(right) + 1)
     # Integers: in floating point 3 of 10 objects do not reach the recall 3 x 0.1.
     reached = [right * (POINTS - 1) >= point * objects for point in range(POINTS)]
@@ -89,7 +82,8 @@ def match_detections(
     right = []
     for rank in np.argsort(-detections.scores, kind="stable").tolist():
         image = int(detections.image[rank])
-        shares = box_iou(detections.boxes[rank], truths[image][0])  # [n]
+        box, boxes = torch.from_numpy(detections.boxes[rank][None]), torch.from_numpy(truths[image][0])
+        shares = box_iou(box, boxes)[0]  # [n]
         best = int(shares.argmax()) if len(shares) else -1
         if best < 0 or shares[best] < overlap:
             right.append(False)
@@ -97,15 +91,6 @@ def match_detections(
             right.append(not seen[image][best])
             seen[image][best] = True
     return np.array(right, dtype=np.bool_)
-
-
-def box_iou(box: Floats, boxes: Floats) -> Floats:
-    """Return the intersection over union [n] of a box [4] with boxes [n, 4]."""
-    sides = np.minimum(box[2:], boxes[:, 2:]) - np.maximum(box[:2], boxes[:, :2])  # [n, 2]
-    both = np.clip(sides, 0.0, None).prod(axis=1)
-    either = (box[2:] - box[:2]).prod() + (boxes[:, 2:] - boxes[:, :2]).prod(axis=1) - both
-    shares: Floats = both / either
-    return shares
 
 
 COCO_FIGURES = ("AP", "AP50", "AP75", "APs", "APm", "APl")
@@ -179,10 +164,6 @@ class CollectedDetections:
         return sorted(gathered, key=lambda image: image.position)
 
 
-WARM_UP = 2
-"""First micro-batches, which are not timed: they allocate memory and choose kernels."""
-
-
 class InferenceSpeed:
     """Times forward passes from images on the device to detections. It waits for the device."""
 
@@ -197,7 +178,7 @@ class InferenceSpeed:
         yield
         _wait(images.device)
         self._passes += 1
-        if self._passes > WARM_UP:
+        if self._passes > 2:  # the first ones allocate memory and choose kernels
             self._images += len(images)
             self._seconds += time.perf_counter() - began
 
@@ -292,7 +273,8 @@ def voc_figures(datasets: Sequence[Annotations], images: Sequence[ImageDetection
         if value is not None:
             of_class[name] = value
         total += count_objects(truths)
-        matches = [match_detections(truths, detections.confident(), overlap) for overlap in OVERLAPS]
+        confident = ClassDetections(*(column[detections.scores >= CONFIDENT] for column in detections))
+        matches = [match_detections(truths, confident, overlap) for overlap in OVERLAPS]
         counts += [(int(right.sum()), len(right)) for right in matches]
     if not of_class:
         raise _refuse_no_objects(datasets)

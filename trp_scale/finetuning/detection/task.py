@@ -20,9 +20,8 @@ from trp_scale.distributed.groups import Group
 from trp_scale.errors import DataError
 from trp_scale.finetuning.detection.annotations import Annotations, check_images, read_coco, read_voc
 from trp_scale.finetuning.detection.batch import DetectionBatchBuilder
-from trp_scale.finetuning.detection.cascade import Target
 from trp_scale.finetuning.detection.metrics import VOC_METRIC, DetectionMetrics, InferenceSpeed, PredictedObjects
-from trp_scale.finetuning.detection.model import Detector, paste
+from trp_scale.finetuning.detection.model import Detector, Target, paste
 from trp_scale.finetuning.detection.settings import DetectionTaskConfig
 from trp_scale.finetuning.task import ImageTask, TaskObjective, has_training_data, open_task_sources
 from trp_scale.models.patches import Pixels
@@ -62,15 +61,6 @@ def _open(member: MemberPath, images: str, *, masks: bool) -> Annotations:
         f"{path}: no annotations found; allowed: a COCO file (.json) or a folder with one, a Pascal VOC folder (with "
         "Annotations and JPEGImages) or a list in its ImageSets/Main (.txt)"
     )
-
-
-def resolve_masks(config: DetectionTaskConfig, datasets: Sequence[Annotations]) -> None:
-    """Resolve detection.masks auto in place: on if all data sets have masks. Refuse on without masks."""
-    without = [dataset for dataset in datasets if dataset.masks is None]
-    if config.detection.masks == "on" and without:
-        raise RefusedError(f"--detection.masks on: objects of {without[0].path} have no masks; allowed: auto, off")
-    if config.detection.masks == "auto":
-        config.detection.masks = "off" if without else "on"
 
 
 def detection_rows(config: DetectionTaskConfig, datasets: Sequence[Annotations], *, augment: bool) -> Rows:
@@ -178,7 +168,11 @@ class DetectionTask(ImageTask[DetectionTaskConfig]):
         if test_path:
             measured = open_detection(parse_paths(test_path), detection.test_images, masks=masks)
             measured = [dataset.with_classes(train[0].classes) for dataset in measured]
-        resolve_masks(config, [*train, *measured])
+        without = [dataset for dataset in (*train, *measured) if dataset.masks is None]
+        if detection.masks == "on" and without:
+            raise RefusedError(f"--detection.masks on: objects of {without[0].path} have no masks; allowed: auto, off")
+        if detection.masks == "auto":
+            detection.masks = "off" if without else "on"
         masks = detection.masks == "on"
         config.downstream.classes = len(train[0].classes)
         sources = open_task_sources(

@@ -169,9 +169,6 @@ def unpacked_rows(count: int) -> PackedRows:
 WIDTH_MULTIPLE = 64
 """Packed sequences have a width that is a multiple of this: few shapes, which fit the GPU's tiles."""
 
-NO_ROW = -1
-"""Value of `row_ids` at padding."""
-
 
 class GlueBatchBuilder:
     """Builds batches of rows `[CLS] A [SEP]` or `[CLS] A [SEP] B [SEP]`, without random numbers.
@@ -262,7 +259,7 @@ class GlueBatchBuilder:
             "tokens": spread(self._pieces[self._starts[stored][row] + within].astype(np.int64), self._pad),
             "token_types": spread((within >= self._second[stored][row]).astype(np.int64)),
             "positions": spread(within),
-            "row_ids": spread(row, NO_ROW),
+            "row_ids": spread(row, -1),
             "first_positions": torch.from_numpy(first_positions),
             "slots": torch.from_numpy(packed.sequence * slots + packed.slot),
         }

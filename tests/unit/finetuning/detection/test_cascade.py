@@ -15,8 +15,7 @@ from tests.unit.finetuning.detection.small_sets import detection_config
 from tests.unit.finetuning.detection.test_model import SIDE, some_images, some_targets
 from trp_scale.config import OptimizerConfig
 from trp_scale.engines.optimizer import build_optimizer
-from trp_scale.finetuning.detection.cascade import CascadeHeads, match_boxes, refine
-from trp_scale.finetuning.detection.model import Detector
+from trp_scale.finetuning.detection.model import CascadeHeads, Detector, match_boxes, refine
 
 SIZES = [(SIDE, SIDE)] * 2
 
