@@ -14,8 +14,7 @@ from tests.runs import flags, image_flags, lines, pretrain_here
 from trp_scale.cli import main as cli
 from trp_scale.config.registry import names as registered_names
 from trp_scale.evaluation.probe.online import OnlineProbes
-from trp_scale.methods.adversary.pixels import PixelAdversary
-from trp_scale.methods.adversary.positions import PositionAdversary
+from trp_scale.methods.adversary.positions import PixelAdversary, PositionAdversary
 from trp_scale.methods.gradient_noise_scale import GradientNoiseScale
 from trp_scale.methods.learned_masks.hook import LearnedMasks
 

@@ -71,7 +71,11 @@ class OtherTensorsError(ValueError):
 
     def __init__(self, tensors: Mapping[str, Sequence[str]]) -> None:
         self.tensors = {what: names for what, names in tensors.items() if names}
-        super().__init__("; ".join(f"{what}: {_some(names)}" for what, names in self.tensors.items()))
+        parts = []
+        for what, listed in self.tensors.items():
+            more = f" and {len(listed) - LISTED_NAMES} more" if len(listed) > LISTED_NAMES else ""
+            parts.append(f"{what}: {', '.join(listed[:LISTED_NAMES])}{more}")
+        super().__init__("; ".join(parts))
 
     def in_full(self) -> str:
         """Return a message with all names, one per line."""
@@ -96,13 +100,6 @@ def check_shapes(parameters: Mapping[str, Tensor], shapes: Mapping[str, tuple[in
     pairs = {name: (tuple(shape), tuple(parameters[name].shape)) for name, shape in shapes.items()}
     if other := [f"{name} {theirs}, here {ours}" for name, (theirs, ours) in pairs.items() if theirs != ours]:
         raise OtherTensorsError({"of another shape": other})
-
-
-def _some(names: Sequence[str]) -> str:
-    """Join the first LISTED_NAMES names, and the number of further ones."""
-    return ", ".join(names[:LISTED_NAMES]) + (
-        f" and {len(names) - LISTED_NAMES} more" if len(names) > LISTED_NAMES else ""
-    )
 
 
 def set_converted(

@@ -1,2 +1,2 @@
-"""Adversary: perturbations that ascend on the loss while the weights descend (AdPE). The hooks are in positions.py and
-pixels.py."""
+"""Adversary: perturbations that ascend on the loss while the weights descend (AdPE). The hooks are in
+positions.py."""

@@ -227,26 +227,21 @@ class EffectWatch:
                 "saturated in metrics.jsonl, and --adversary.lr, --adversary.eps and --adversary.on_saturation"
             )
         elif self._still_since is not None and self.steps - self._still_since >= self.patience:
-            reason = "still"
+            reason, lr, ascent = "still", getattr(settings, "lr", 0.0), getattr(settings, "ascent", "")
+            remedy = f"try a larger --adversary.lr than {lr:g}, or a smaller --adversary.eps than {settings.eps:g}"
+            if ascent == "adamw" and lr == 0.0:
+                remedy = (
+                    "AdamW moves it by at most the weights' learning rate per step: set --adversary.lr (in units of "
+                    "eps), or a smaller --adversary.eps"
+                )
             notice = (
                 f"the adversary {kind} hardly acts (since step {self._still_since}): its norm is {share_of_eps:.2g} "
-                f"of eps, and its effect {abs(effect or 0.0):.1g} of the loss; {_remedy(settings)}"
+                f"of eps, and its effect {abs(effect or 0.0):.1g} of the loss; {remedy}"
             )
         if reason and reason != self._warned:
             logger.warning("%s", notice)
         self._warned = reason
         return notice if reason else ""
-
-
-def _remedy(settings: AdversarySettings) -> str:
-    """Name the setting that increases the effect."""
-    lr, ascent = getattr(settings, "lr", 0.0), getattr(settings, "ascent", "")
-    if ascent == "adamw" and lr == 0.0:
-        return (
-            "AdamW moves it by at most the weights' learning rate per step: set --adversary.lr (in units of eps), or a "
-            "smaller --adversary.eps"
-        )
-    return f"try a larger --adversary.lr than {lr:g}, or a smaller --adversary.eps than {settings.eps:g}"
 
 
 def log_line(

@@ -1,4 +1,5 @@
-"""Adversary on positions: one vector, shared by all images, that ascends while the weights descend (AdPE 4)."""
+"""Adversary on positions: one vector, shared by all images, that ascends while the weights descend (AdPE 4); and
+adversary on pixels."""
 
 from __future__ import annotations
 
@@ -13,13 +14,31 @@ from trp_scale.config.images import ImagePretrainConfig
 from trp_scale.core.batch import Batch
 from trp_scale.core.hooks import Hook, StepContext
 from trp_scale.core.run import RunContext
-from trp_scale.methods.adversary.ascent import NEGLIGIBLE, Ascent, Balls, EffectWatch, State, log_line, run_own_pass
+from trp_scale.methods.adversary.ascent import (
+    NEGLIGIBLE,
+    Ascent,
+    Balls,
+    EffectWatch,
+    State,
+    log_line,
+    run_own_pass,
+    size,
+    steepest,
+)
 from trp_scale.methods.adversary.settings import (
     NoAdversarySettings,
+    PixelAdversarySettings,
     PositionAdversarySettings,
     RelativeCoordinateSettings,
 )
-from trp_scale.models.positions import PERTURBATION, REACH, PerturbationShape, perturbation_shape, relaxed_index
+from trp_scale.models.positions import (
+    PERTURBATION,
+    PIXEL_SHIFT,
+    REACH,
+    PerturbationShape,
+    perturbation_shape,
+    relaxed_index,
+)
 
 NAME = "adversary"
 
@@ -215,10 +234,6 @@ def load_tensors(state: Mapping[str, Any], expected: Mapping[str, Any], device: 
     return {name: torch.clone(state["tensors"][name]).to(device) for name in expected["tensors"]}
 
 
-FINGERPRINT_BITS = 62
-"""Keeps a fingerprint and its negative within int64."""
-
-
 def fingerprint(tensors: Iterable[Tensor]) -> Tensor:
     """Return a hash of the bits of fp32 or int64 tensors and their positions, 0-dimensional int64 >= 0. It uses only
     integers, so it is exact."""
@@ -227,7 +242,8 @@ def fingerprint(tensors: Iterable[Tensor]) -> Tensor:
     # Multiplications by odd numbers and shifts, as in Vigna's splitmix64; int64 wraps around.
     mixed = (bits ^ (positions * 0x1E3779B97F4A7C15)) * 0x3F58476D1CE4E5B9
     mixed = (mixed ^ (mixed >> 27)) * 0x14D049BB133111EB
-    return (mixed ^ (mixed >> 31)).sum() & (2**FINGERPRINT_BITS - 1)  # type: ignore[no-any-return]
+    # 62 bits keep a fingerprint and its negative within int64.
+    return (mixed ^ (mixed >> 31)).sum() & (2**62 - 1)  # type: ignore[no-any-return]
 
 
 class AgreementCheck:
@@ -305,3 +321,79 @@ class Saturation:
             return torch.where(lost, torch.zeros_like(value), value) if value.shape == flat.shape else value
 
         return reset_lost(flat), {name: reset_lost(value) for name, value in state.items()}
+
+
+class PixelAdversary(Hook):
+    """FGSM (AdPE, Appendix B; Goodfellow et al.): a one-step perturbation of the pixels of each image.
+
+    Adds eps sign(g) (linf) or eps g / ||g|| (l2, per crop) to the input; g is the gradient at the clean pixels.
+
+    Images are [R, k, C, S, S], or [R, C, S, S] with one crop per image. A separate pass over the window computes g. The
+    shifts are kept in fp32 until the step ends. The target stays the clean image. No state passes between steps.
+    """
+
+    name = NAME
+    shown = ("norm", "share_of_eps", "sensitivity")
+
+    def __init__(self, settings: PixelAdversarySettings, run: RunContext) -> None:
+        self.settings = settings
+        self.device = device = run.device
+        self.shifts: dict[int, Tensor] = {}
+        self.effect = EffectWatch(run)
+        self._sizes = torch.zeros(1, dtype=torch.float64, device=device)
+        self._sensitivity = torch.zeros((), dtype=torch.float64, device=device)
+
+    def before_step(self, ctx: StepContext) -> None:
+        leaves = {
+            micro.start: torch.zeros(micro["images"].shape, device=self.device, requires_grad=True)
+            for micro in ctx.own_window
+        }
+        self.shifts = leaves
+        run_own_pass(ctx)
+        gradients = {start: read_gradient(leaf) for start, leaf in leaves.items()}
+        self.shifts = {start: self.shift(gradient) for start, gradient in gradients.items()}
+        self._sizes = torch.cat(
+            [size(shift.flatten(-3), self.settings.norm).flatten() for shift in self.shifts.values()]
+        )
+        self._sensitivity = norm_over_ranks(ctx, gradients.values())
+
+    def shift(self, gradients: Tensor) -> Tensor:
+        """Return the one-step perturbation of each crop, [..., C, S, S]; zero if its gradient is not finite."""
+        flat = gradients.flatten(-3)  # [..., C * S * S]
+        finite = flat.isfinite().all(-1, keepdim=True)
+        shifts = steepest(torch.where(finite, flat, 0.0), self.settings.norm, self.settings.eps)
+        return shifts.view_as(gradients)
+
+    def batch(self, ctx: StepContext, micro: Batch) -> Batch:
+        if micro.joined:
+            return micro
+        return micro.adding({PIXEL_SHIFT: self.shifts[micro.start]})
+
+    def after_step(self, ctx: StepContext) -> None:
+        self.shifts = {}
+        self.effect.count_step(ctx, self._sensitivity > 0)
+
+    def metrics(self) -> Mapping[str, Any]:
+        """Return the values of `log_line`. `norm` is of this rank's crops, `sensitivity` of the global batch."""
+        return log_line(self.settings, self.effect, sizes=self._sizes, sensitivity=self._sensitivity)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"idle": self.effect.idle.cpu()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.effect.idle = state["idle"].to(self.device)
+
+
+def read_gradient(leaf: Tensor) -> Tensor:
+    """Return `.grad` of a leaf; zeros if no loss depends on the leaf."""
+    gradient = leaf.grad
+    return torch.zeros_like(leaf, requires_grad=False) if gradient is None else gradient
+
+
+def norm_over_ranks(ctx: StepContext, gradients: Iterable[Tensor]) -> Tensor:
+    """Return the l2 norm of a gradient whose parts are on different ranks, without the engine's loss factor."""
+    group = ctx.data_group
+    norms = torch.zeros(group.size, dtype=torch.float64, device=ctx.engine.device)
+    norms[group.rank] = torch.stack([gradient.double().norm() for gradient in gradients]).norm()
+    # One element per rank, so that the engine's reduction only removes its loss factor.
+    return ctx.engine.reduce_hook_gradient(norms).norm()  # type: ignore[no-any-return]

@@ -11,9 +11,6 @@ from trp_scale.config.images import ImagePretrainConfig, MaskedAutoencoderConfig
 from trp_scale.config.registry import MetricPlot, component, describe_metrics
 from trp_scale.config.settings import Settings, setting
 
-OWN_RATE = ("sgd", "sign")
-"""Ascent rules that need --adversary.lr."""
-
 
 @component("adversary", "none", "trp_scale.methods.adversary.positions:no_adversary")
 @dataclass(kw_only=True)
@@ -61,7 +58,6 @@ class PositionAdversarySettings(AdversarySettings):
         yield from self._ascent()
 
     def _model(self, config: MaskedAutoencoderConfig) -> Iterator[str]:
-        """Check that the model supports perturbed positions."""
         vision = config.vision
         if vision.tokens == "visible":
             yield (
@@ -80,7 +76,7 @@ class PositionAdversarySettings(AdversarySettings):
             )
 
     def _ascent(self) -> Iterator[str]:
-        if self.ascent in OWN_RATE and self.lr == 0:
+        if self.ascent in ("sgd", "sign") and self.lr == 0:
             yield (
                 f"--adversary.ascent is {self.ascent} but --adversary.lr is not set; allowed: a step size in units of "
                 "--adversary.eps, or --adversary.ascent adamw"
@@ -148,7 +144,7 @@ class RelativeCoordinateSettings(PositionAdversarySettings):
     or reset that axis to zero."""
 
 
-@component("adversary", "pixels", "trp_scale.methods.adversary.pixels:PixelAdversary")
+@component("adversary", "pixels", "trp_scale.methods.adversary.positions:PixelAdversary")
 @dataclass(kw_only=True)
 class PixelAdversarySettings(AdversarySettings):
     """Perturb the pixels of each image by one step from the clean image, in a separate pass (FGSM; AdPE, App. B)."""

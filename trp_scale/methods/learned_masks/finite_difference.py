@@ -50,7 +50,14 @@ class MaskDerivative:
         forward and a backward pass, which discards the gradient of the encoder."""
         engine, leaves = ctx.engine, self.leaves(window)
         if self.hard:
-            return [self._hard_gradient(ctx, window, index, leaf) for index, leaf in enumerate(leaves)]
+            slopes = []
+            for index, leaf in enumerate(leaves):
+                batch = self.batch(ctx, window, index, leaf)
+                with torch.no_grad(), engine.exact_forwards():
+                    errors = self.objective.errors(engine, batch)
+                losses = self.inner_loss(ctx, self.objective.losses(errors, batch))
+                slopes.append(MaskFactors.from_parts(torch.autograd.grad(losses, leaf.weights)))
+            return slopes
 
         def loss(index: int) -> Tensor:
             with engine.exact_forwards():
@@ -62,13 +69,6 @@ class MaskDerivative:
         unit = torch.ones((), dtype=torch.float64, device=engine.device)
         factor = engine.reduce_hook_gradient(unit) / engine.data_group.size
         return [MaskFactors.from_parts(part.grad * factor for part in leaf.parts()) for leaf in leaves]  # type: ignore[operator]
-
-    def _hard_gradient(self, ctx: StepContext, window: MaskedWindow, index: int, leaf: MaskFactors) -> MaskFactors:
-        batch = self.batch(ctx, window, index, leaf)
-        with torch.no_grad(), ctx.engine.exact_forwards():
-            errors = self.objective.errors(ctx.engine, batch)
-        (slope,) = torch.autograd.grad(self.inner_loss(ctx, self.objective.losses(errors, batch)), leaf.weights)
-        return MaskFactors(weights=slope)
 
     def leaves(self, window: MaskedWindow) -> list[MaskFactors]:
         """Return the factors of each micro-batch as float64 leaves of a graph."""

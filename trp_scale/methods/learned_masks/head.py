@@ -27,9 +27,6 @@ from trp_scale.engines.optimizer import decay_groups, empty_state, set_learning_
 from trp_scale.methods.learned_masks.settings import LabelledSettings
 from trp_scale.models.initialise import initial_tensor
 
-HEAD_DEVIATION = 0.01
-"""Standard deviation of the head's initial matrix, as for a linear probe (He et al., A.1)."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class HeadParameters:
@@ -77,7 +74,8 @@ class Head:
         self.settings: LabelledSettings = config.multilevel
         self.betas, self.eps = (config.optimizer.beta1, config.optimizer.beta2), config.optimizer.eps
         shape = (classes, config.model.hidden_size)
-        weight = initial_tensor(config.training.seed, "head.weight", shape, HEAD_DEVIATION).to(device, dtype)
+        # The standard deviation is that of a linear probe (He et al., A.1).
+        weight = initial_tensor(config.training.seed, "head.weight", shape, 0.01).to(device, dtype)
         self.own = HeadParameters(
             weight=nn.Parameter(weight), bias=nn.Parameter(torch.zeros(classes, device=device, dtype=dtype))
         )

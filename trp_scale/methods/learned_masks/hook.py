@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -39,9 +39,6 @@ from trp_scale.models.counting import TRAINING_OVER_FORWARD, count_flops
 
 NETWORK = "masking_network"
 """Name of the masking network's engine, and prefix of its tensors in a checkpoint."""
-
-MAX_UNREAD_EVENTS = 256
-"""Maximum number of unread pairs of GPU events."""
 
 
 class LearnedMasks(Hook):
@@ -134,7 +131,9 @@ class LearnedMasks(Hook):
             self.outer.head_step(ctx)
         if head_step:
             self.unrolled = False
-        self.window, self.masked = drop_inputs(self.window), {}
+        # Drop the inputs of the masking network, which are as large as the activations of a layer.
+        selections = [replace(selection, embeddings=None) for selection in self.window.selections]
+        self.window, self.masked = replace(self.window, selections=selections), {}
         self.inner_steps = 0 if head_step else self.inner_steps + 1
         self.head_steps = (0 if outer_step else self.head_steps + 1) if head_step else self.head_steps
 
@@ -149,8 +148,11 @@ class LearnedMasks(Hook):
         each part. The outer objective adds its own.
         """
         assert self.window is not None, "metrics are read after a step"
+        probabilities = torch.cat([mask.probabilities for mask in self.window.selections]).double()
+        entropies = torch.special.entr(probabilities) + torch.special.entr(1 - probabilities)
         values = {
-            **mask_metrics(self.window),
+            "mean_probability": probabilities.mean(),
+            "entropy": entropies.mean(),
             **self.masker.lesson,
             **self.outer.metrics(),
         }
@@ -195,19 +197,6 @@ def network_config(config: MaskedAutoencoderConfig) -> MaskedAutoencoderConfig:
     return network
 
 
-def drop_inputs(window: MaskedWindow) -> MaskedWindow:
-    """Drop the inputs of the masking network, which are as large as the activations of a layer."""
-    return replace(window, selections=[replace(selection, embeddings=None) for selection in window.selections])
-
-
-@torch.no_grad()
-def mask_metrics(window: MaskedWindow) -> dict[str, Tensor]:
-    """Return the metrics of this rank's masks."""
-    probabilities = torch.cat([mask.probabilities for mask in window.selections]).double().clamp(1e-12, 1 - 1e-12)
-    entropy = -(probabilities * probabilities.log() + (1 - probabilities) * (1 - probabilities).log())
-    return {"mean_probability": probabilities.mean(), "entropy": entropy.mean()}
-
-
 class LevelClock:
     """Measures the time of named parts since the last call of `shares`.
 
@@ -233,7 +222,7 @@ class LevelClock:
         yield
         last.record()
         self._events.append((name, first, last))
-        while len(self._events) > MAX_UNREAD_EVENTS and self._events[0][2].query():  # type: ignore[no-untyped-call]
+        while len(self._events) > 256 and self._events[0][2].query():  # type: ignore[no-untyped-call]
             self._add_event(*self._events.pop(0))  # bounds the list on ranks that log nothing
 
     def _add_event(self, name: str, first: torch.cuda.Event, last: torch.cuda.Event) -> None:
@@ -250,27 +239,12 @@ class LevelClock:
         return shares
 
 
-class Passes(NamedTuple):
-    """FLOPs of forward passes over a global batch.
-
-    Attributes:
-        whole: W, the encoder on the whole images of D_tr, or of D_val; 0 without labels.
-        choice: T, the masking network and the patch embedding that it reads.
-        outer: the masking network forward and backward, without the gradient of its input; then twice forward, learned
-            and untrained, to compare their masks.
-    """
-
-    whole: float
-    choice: float
-    outer: float
-
-
 def masks_step_flops(
     config: MaskedAutoencoderConfig, make_model: Callable[[], nn.Module], *, masked: float, ranks: int
 ) -> float:
     """Return the model FLOPs of one inner step, averaged over the inner steps between two outer steps.
 
-    With F = encoder and decoder on the masked images, W and T as in `Passes`:
+    With F = encoder and decoder on the masked images, W and T as in `_count_passes`:
         inner step: 3 F, and T for its masks;
         head step after multilevel.unroll inner steps: W;
         outer step after multilevel.every head steps: 3 W on D_tr, which includes the head step, 3 W on D_val (both give
@@ -292,23 +266,23 @@ def masks_step_flops(
         ranks: number of ranks that split the batches.
     """
     settings: LearnedMasksSettings = config.multilevel
-    passes = _count_passes(config, make_model)
-    inner = TRAINING_OVER_FORWARD * masked + passes.choice
+    whole, choice, learning = _count_passes(config, make_model)
+    inner = TRAINING_OVER_FORWARD * masked + choice
     derivative = masked * (1 if settings.selection == "hard" else TRAINING_OVER_FORWARD)  # dL_rec / d masks
-    difference = 2 * derivative + passes.outer
-    train = TRAINING_OVER_FORWARD * passes.whole
+    difference = 2 * derivative + learning
+    train = TRAINING_OVER_FORWARD * whole
     head, outer = 0.0, train + difference
     match settings:
         case ReconstructionSettings():
-            outer = derivative + passes.outer
+            outer = derivative + learning
         case JointSettings():
             inner += train
         case FineTuningSettings():
             head = train
         case HeadSettings():
-            head = passes.whole
+            head = whole
             images, micro = settings.batches(config, ranks)
-            outer += train + (0.0 if images == ranks * micro else passes.whole)
+            outer += train + (0.0 if images == ranks * micro else whole)
             if settings.mode == "committed":
                 outer -= head  # the outer step includes this head step
             else:
@@ -334,7 +308,10 @@ def blank_image(config: MaskedAutoencoderConfig) -> tuple[Tensor, Tensor]:
     return torch.empty(1, patches, 3 * patch**2, device=meta), torch.empty(1, patches, dtype=torch.int64, device=meta)
 
 
-def _count_passes(config: MaskedAutoencoderConfig, make_model: Callable[[], nn.Module]) -> Passes:
+def _count_passes(config: MaskedAutoencoderConfig, make_model: Callable[[], nn.Module]) -> tuple[float, float, float]:
+    """Return the FLOPs of passes over a global batch: W, the encoder on the whole images of D_tr, or of D_val, 0
+    without labels; T, the masking network and the patch embedding that it reads; and the masking network forward and
+    backward, without the gradient of its input, then twice forward, learned and untrained, to compare their masks."""
     settings, crops = config.multilevel, config.crops
     image, order = blank_image(config)
     embeddings = torch.empty(*order.shape, config.model.hidden_size, device=order.device)
@@ -352,8 +329,4 @@ def _count_passes(config: MaskedAutoencoderConfig, make_model: Callable[[], nn.M
     if settings.reads_labels:
         images = settings.batch_size or config.batch.global_size
         whole = images * crops.count * count_whole_image(config, make_model)
-    return Passes(
-        whole=whole,
-        choice=rows * (embed + choose),
-        outer=rows * (count_flops(make_network, learn) + 2 * choose),
-    )
+    return whole, rows * (embed + choose), rows * (count_flops(make_network, learn) + 2 * choose)

@@ -15,8 +15,6 @@ from trp_scale.data.plan import MixtureMember, TrainPlan, downstream_validation
 from trp_scale.data.sources import TRAIN, VALIDATION, Chosen, Downstream, Rows
 from trp_scale.data.train_source import TrainSource
 
-FLAGS = ("multilevel.batch_size", "multilevel.micro_size")
-
 
 def open_downstream(
     config: MaskedAutoencoderConfig,
@@ -41,8 +39,7 @@ def open_downstream(
         RefusedError: the images have fewer than two classes, there are too few blocks, or the batches do not divide
             over the ranks.
     """
-    labels = _labels(config, rows)
-    classes = _classes(config, rows, labels)
+    labels, classes = _labels(config, rows)
     validation = [
         downstream_validation(
             blocks.identities, config.multilevel.validation_share, training=mask, where=str(path.path)
@@ -62,7 +59,8 @@ def open_downstream(
         members = rows.members(paths, chosen)
         seed, blocks_per_group = stream(config.training.seed, name), config.data.blocks_per_group
         plan = TrainPlan(seed=seed, members=members, blocks_per_group=blocks_per_group)
-        sized = _with_batch_size(config, world)
+        sized = copy.deepcopy(config)
+        sized.batch.global_size, sized.batch.micro_size = config.multilevel.batches(config, world)
         notices.extend(_notices(config, shown, plan.rows, members, labels, rows, classes))
         return TrainSource(
             plan,
@@ -72,7 +70,7 @@ def open_downstream(
             world=world,
             pin_memory=pin,
             workers=workers,
-            flags=FLAGS,
+            flags=("multilevel.batch_size", "multilevel.micro_size"),
             stored=rows.stored,
         )
 
@@ -99,32 +97,22 @@ def shared_workers(config: MaskedAutoencoderConfig) -> tuple[int, int, int]:
     return max(1, total - train - validation), train, validation
 
 
-def _with_batch_size(config: MaskedAutoencoderConfig, world: int) -> MaskedAutoencoderConfig:
-    """Return the settings with the batch sizes of D_tr and D_val."""
-    sized = copy.deepcopy(config)
-    sized.batch.global_size, sized.batch.micro_size = config.multilevel.batches(config, world)
-    return sized
-
-
-def _labels(config: MaskedAutoencoderConfig, rows: Rows) -> list[Integers]:
+def _labels(config: MaskedAutoencoderConfig, rows: Rows) -> tuple[list[Integers], int]:
+    """Return the labels of each data set, and the number of classes."""
     if rows.labels is None or "cls" not in rows.meta.suffixes:  # type: ignore[union-attr]  # text has no labels
         raise RefusedError(
             f"--multilevel.kind {config.multilevel.kind} needs classes, but the images of --data.path "
             f"{config.data.path} have none (no .cls; in a mixture every member needs them); allowed: images with "
             "classes, or --multilevel.kind reconstruction or none"
         )
-    return rows.labels
-
-
-def _classes(config: MaskedAutoencoderConfig, rows: Rows, labels: Sequence[Integers]) -> int:
     names = rows.meta.classes  # type: ignore[union-attr]  # images, as they have labels
-    count = 1 + max(int(numbers.max()) for numbers in labels) if names is None else len(names)
+    count = 1 + max(int(numbers.max()) for numbers in rows.labels) if names is None else len(names)
     if count < 2:
         raise RefusedError(
             f"{config.data.path} has {count} class, but --multilevel.kind {config.multilevel.kind} needs at least 2; "
             "allowed: --multilevel.kind reconstruction"
         )
-    return count
+    return rows.labels, count
 
 
 def _notices(

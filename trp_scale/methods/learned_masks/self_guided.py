@@ -23,9 +23,6 @@ from trp_scale.core.run import PatchObjective, RunContext
 from trp_scale.methods.learned_masks.masks import Selection, apply_selection, masked_config
 from trp_scale.methods.learned_masks.settings import SelfGuidedSettings
 
-ITERATIONS = 64
-"""Power iterations for the second eigenvector."""
-
 EDGE = 1e-5
 """Smallest similarity of two patches, so that no patch is unconnected."""
 
@@ -99,7 +96,7 @@ def object_cluster(similarity: Tensor) -> Tensor:
     scaled = weights / roots / roots.mT
     first = normalize(roots, dim=1)
     vector = weights.gather(2, roots.argmin(1, keepdim=True).expand(-1, weights.shape[1], 1))  # least connected patch
-    for _ in range(ITERATIONS):
+    for _ in range(64):
         vector = vector - first * (first * vector).sum(1, keepdim=True)
         vector = normalize(vector + scaled @ vector, dim=1)  # eigenvalues in [0, 2]
     cut = (vector / roots).squeeze(2)

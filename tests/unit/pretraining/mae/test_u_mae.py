@@ -15,7 +15,7 @@ from tests.unit.models.small_images import GRID, PATCH, VISIBLE, config, small_m
 from trp_scale.core.batch import Batch
 from trp_scale.core.hooks import StepContext
 from trp_scale.distributed.groups import ALONE
-from trp_scale.methods.adversary.pixels import PixelAdversary
+from trp_scale.methods.adversary.positions import PixelAdversary
 from trp_scale.models.positions import Perturbation
 from trp_scale.pretraining.mae.model import MaskedAutoencoder
 from trp_scale.pretraining.mae.settings import MaeObjectiveConfig
