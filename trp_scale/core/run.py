@@ -32,7 +32,7 @@ class Objective(Protocol):
     tasks: tuple[str, ...]
     balanced: tuple[int, ...]
     regression: tuple[int, ...]
-    in_a_graph: bool
+    in_a_graph: bool = True
 
     def count(self, batch: Batch) -> Tensor:
         """Return the elements of each task in the batch, [T] float64, from the labels alone."""
@@ -40,8 +40,8 @@ class Objective(Protocol):
 
     def outside_weights(self, counts: Tensor) -> Tensor:
         """Return the weights of the tasks that are not balanced, [T] float64, for the global counts; 0 for balanced
-        tasks."""
-        ...
+        tasks, by default for all."""
+        return torch.zeros_like(counts)
 
     def __call__(self, forward: Callable[..., Any], batch: Batch) -> TaskLosses:
         """Run the model and sum each task's losses."""

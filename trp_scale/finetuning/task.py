@@ -19,6 +19,7 @@ from trp_scale.config import RefusedError, count_steps
 from trp_scale.config.finetuning import FinetuneConfig, ImageTaskConfig
 from trp_scale.config.registry import find
 from trp_scale.core.batch import Batch, TaskLosses, membership
+from trp_scale.core.run import Objective
 from trp_scale.data.fetch import BatchBuilder
 from trp_scale.data.hashing import Integers, Words, mix, stream
 from trp_scale.data.mixture import MemberPath, parse_paths
@@ -39,13 +40,12 @@ if TYPE_CHECKING:
     from trp_scale.models.vit import OnImageEncoder
 
 
-class TaskObjective:
+class TaskObjective(Objective):
     """Shared parts of objectives: one balanced task, averaged over rows, or a task for each group of rows."""
 
     tasks: tuple[str, ...]
     balanced: tuple[int, ...] = (0,)
     regression: tuple[int, ...] = ()
-    in_a_graph = True
     by_group = False
 
     def balance_groups(self, groups: Groups) -> None:
@@ -65,10 +65,6 @@ class TaskObjective:
 
     def _in_groups(self, batch: Batch, weights: torch.Tensor) -> torch.Tensor:
         return membership(batch["groups"], len(self.tasks)) * weights[:, None]  # [R, T]
-
-    def outside_weights(self, counts: torch.Tensor) -> torch.Tensor:
-        """Return zeros: every task is balanced."""
-        return torch.zeros_like(counts)
 
 
 Run = TypeVar("Run", bound=FinetuneConfig)

@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 
 from trp_scale.config import RefusedError
-from trp_scale.evaluation.arguments import parse_evaluate, parse_robustness_sets
+from trp_scale.evaluation.arguments import ROBUSTNESS_TITLES, parse_evaluate, parse_robustness_sets
 
 
 def test_sets_are_named_as_published(tmp_path: Path) -> None:
     sets = parse_robustness_sets([f"a={tmp_path}", f"sketch={tmp_path}"])
-    assert [(chosen.title, chosen.directory) for chosen in sets] == [
-        ("ImageNet-A", tmp_path),
-        ("ImageNet-Sketch", tmp_path),
-    ]
+    assert {ROBUSTNESS_TITLES[name]: path for name, path in sets.items()} == {
+        "ImageNet-A": tmp_path,
+        "ImageNet-Sketch": tmp_path,
+    }
 
 
 @pytest.mark.parametrize(

@@ -191,17 +191,20 @@ class TrainedModalities(TrainedRun):
             return {}
         return {name: tuple(getattr(maps, "classes", None) or ()) for name, maps in meta.maps.items()}
 
-    def mask(self, images: Tensor, words: Words) -> dict[str, Tensor]:
-        """Return the fields of a batch: patches of the image are visible, other modalities unknown. Raises RefusedError
-        if the encoder reads no images."""
-        config = self.config
-        inputs = config.modalities.inputs
+    def own_images(self, files: Sequence[Path]) -> Batch:
+        """Return a batch in which patches of the images are visible, and other modalities unknown. Raises RefusedError
+        too if the encoder reads no images."""
+        inputs = self.config.modalities.inputs
         if "rgb" not in inputs:
             raise RefusedError(
                 f"--images: the run's modalities.inputs are {', '.join(inputs)}: its encoder reads no images; use "
                 "--pictures without --images"
             )
-        patches = (config.crops.size // config.vision.patch_size) ** 2
+        return super().own_images(files)
+
+    def mask(self, images: Tensor, words: Words) -> dict[str, Tensor]:
+        config = self.config
+        inputs, patches = config.modalities.inputs, (config.crops.size // config.vision.patch_size) ** 2
         seen = np.sort(random_order(words, patches)[:, : config.modalities.visible_tokens], axis=1)  # [R, at most N]
         fields = {"visible": torch.from_numpy(seen + inputs.index("rgb") * patches)}
         for modality in self.objective.modalities.used.values():

@@ -4,6 +4,7 @@ directories (save_to_disk)."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -49,7 +50,9 @@ def read_tsv(path: Path, task: GlueFormat, *, max_bad_lines: int = 0, group_colu
     if not rows:
         raise DataError(f"{path}: no examples found")
     line_numbers, columns = list(rows), list(zip(*rows.values(), strict=True))
-    labels = None if label is None else number_labels(columns[label], task, line_numbers, str(path))
+    labels = None
+    if label is not None:
+        labels = number_labels(columns[label], task.values, task, [f"{path}:{line}" for line in line_numbers])
     return Examples(
         name=path.stem,
         sentences=tuple(list(columns[number]) for number in sentences),
@@ -125,8 +128,15 @@ def _read(rows: Any, task: GlueFormat, stem: str, where: str, group_column: str)
                 raise DataError(f"{where}, row {number}: {type(text).__name__} found, a sentence expected")
     labels = None
     if label is not None:
-        name = names[label]
-        labels = _labels(rows[name], getattr(rows.features[name], "names", None), task, where)
+        values, named = rows[names[label]], getattr(rows.features[names[label]], "names", None)
+        if named and task.names and sorted(named) != sorted(task.names):
+            raise DataError(
+                f"{where}: labels {shorten(', '.join(map(str, named)))} found, {', '.join(task.names)} expected"
+            )
+        if named and task.names:  # renumber in the order of task.names
+            values = [named[value] if value in range(len(named)) else value for value in values]
+        places = [f"{where}, row {number}" for number in range(len(rows))]
+        labels = number_labels(values, task.names if named else (), task, places)
     return Examples(
         name=stem,
         sentences=sentences,
@@ -135,32 +145,6 @@ def _read(rows: Any, task: GlueFormat, stem: str, where: str, group_column: str)
         indices=[] if index is None else [str(index) for index in rows[names[index]]],
         groups=[str(group or "") for group in rows[group_column]] if group_column in names else [],
     )
-
-
-def _labels(values: Any, names: list[str] | None, task: GlueFormat, where: str) -> npt.NDArray[np.float64] | None:
-    """Return label numbers [n]; named labels are renumbered in the order of `task.names`."""
-    if all(value is None or value != value or str(value) in UNKNOWN for value in values):  # NaN is not itself
-        return None
-    numbers = np.array([_number(value) for value in values])  # [n]
-    allowed = np.isin(numbers, np.arange(len(task.names))) if task.names else np.isfinite(numbers)
-    if not allowed.all():
-        row, expected = int(np.argmin(allowed)), f"0 to {len(task.names) - 1}" if task.names else "a number"
-        raise DataError(f"{where}, row {row}: label {quote(values[row])} found, {expected} expected")
-    if names is None or not task.names:
-        return numbers
-    if sorted(names) != sorted(task.names):
-        raise DataError(
-            f"{where}: labels {shorten(', '.join(map(str, names)))} found, {', '.join(task.names)} expected"
-        )
-    return np.array([task.names.index(name) for name in names], dtype=np.float64)[numbers.astype(np.int64)]
-
-
-def _number(value: Any) -> float:
-    """Return NaN for values that are not numbers, such as missing labels."""
-    try:
-        return float(value)
-    except (TypeError, ValueError):
-        return float("nan")
 
 
 class GlueData(NamedTuple):
@@ -396,19 +380,25 @@ def find_columns(names: list[str], task: GlueFormat, where: str) -> tuple[list[i
 
 
 def number_labels(
-    texts: Sequence[str], task: GlueFormat, line_numbers: Sequence[int], where: str
+    values: Sequence[Any], names: Sequence[str], task: GlueFormat, places: Sequence[str]
 ) -> npt.NDArray[np.float64] | None:
-    """Convert a file's labels to numbers [n]; `None` if all are unknown."""
-    if all(text in UNKNOWN for text in texts):
+    """Convert labels to numbers [n]; `None` if all are unknown.
+
+    Args:
+        values: names, or numbers if `names` is empty.
+        names: of the labels, in the order of their numbers.
+        places: of the rows, for messages.
+    """
+    if all(value is None or value != value or str(value) in UNKNOWN for value in values):  # NaN is not itself
         return None
-    if task.values:
-        numbers = [task.values.index(text) if text in task.values else np.nan for text in texts]
-        expected = f"allowed: {', '.join(task.values)}"
-    else:
-        numbers, expected = [_number(text) for text in texts], "a number expected"
-    labels = np.array(numbers, dtype=np.float64)
+    known: Sequence[Any] = names or range(len(task.names))
+    labels = np.full(len(values), np.nan)
+    for row, value in enumerate(values):
+        with suppress(TypeError, ValueError):  # missing labels are no numbers
+            labels[row] = float(value) if not known else known.index(value if names else float(value))
     if not np.isfinite(labels).all():
         row = int(np.argmin(np.isfinite(labels)))
-        kind = "label" if task.values else "score"
-        raise DataError(f"{where}:{line_numbers[row]}: {kind} {quote(texts[row])} found, {expected}")
+        expected = f"allowed: {', '.join(map(str, known))}" if known else "a number expected"
+        kind = "label" if task.names else "score"
+        raise DataError(f"{places[row]}: {kind} {quote(values[row])} found, {expected}")
     return labels

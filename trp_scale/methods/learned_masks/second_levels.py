@@ -29,7 +29,7 @@ HEAD, STEP = Extra("head"), Extra("step")
 """Extras of a micro-batch of D_tr: the head as a leaf [K D + K], and the step number."""
 
 
-class JointObjective:
+class JointObjective(PatchObjective):
     """Inner objective of eq. 5, gamma x reconstruction + classification. gamma weighs both tasks, so neither is
     balanced and only the balancer uniform is allowed.
 

@@ -43,7 +43,7 @@ ROWS = Extra("uniformity_rows")
 micro-batch."""
 
 
-class MaskedPatchReconstruction:
+class MaskedPatchReconstruction(PatchObjective):
     """One task: the mean squared error of each masked patch (He et al.; AdPE 3.1). An element is a masked patch. With
     names of `sources`, the patches of each source are a task.
 
@@ -57,7 +57,6 @@ class MaskedPatchReconstruction:
     tasks: tuple[str, ...] = (RECONSTRUCTION,)
     balanced: tuple[int, ...] = (0,)
     regression: tuple[int, ...] = (0,)
-    in_a_graph = True
 
     def __init__(self, config: MaeObjectiveConfig, patch_size: int, sources: tuple[str, ...] = ()) -> None:
         self._sources = len(sources)
@@ -77,10 +76,6 @@ class MaskedPatchReconstruction:
         """Return the weight of each row in each task, [R, 1] or [R, S] float64."""
         weights = batch["row_weights"].double().unsqueeze(1)
         return weights * rows_by_source(batch, self._sources) if self._sources else weights
-
-    def outside_weights(self, counts: Tensor) -> Tensor:
-        """No task is outside the balance."""
-        return torch.zeros_like(counts)
 
     def __call__(self, forward: Callable[..., MaeOutput], batch: Batch) -> TaskLosses:
         """Return the sum over masked patches of their mean squared error, in float64."""

@@ -15,7 +15,7 @@ from trp_scale.config import RefusedError
 from trp_scale.config.registry import find
 from trp_scale.core.batch import Batch, Extra, TaskLosses
 from trp_scale.core.hooks import Hook, built
-from trp_scale.core.run import RunContext, Tap, TapPlace
+from trp_scale.core.run import RunContext, Tap, TappedObjective, TapPlace
 from trp_scale.data.images.dataset import ImageMeta
 from trp_scale.data.mixture import parse_paths
 from trp_scale.data.sources import Rows
@@ -32,7 +32,7 @@ TASK_TAPS = Extra("task_taps")
 """Name of the taps in `Batch.extras`, and of the model's argument for them."""
 
 
-class MultimodalReconstruction:
+class MultimodalReconstruction(TappedObjective):
     """One task for each output; its modality computes the errors (pretraining/modalities). With tasks by source, one
     task for each source, over all outputs, or for each output of each source.
 
@@ -43,8 +43,6 @@ class MultimodalReconstruction:
 
     Hooks may set PIXEL_SHIFT [R, 3, S, S] in `batch.extras`: it is added to the input pixels; the target stays clean.
     """
-
-    in_a_graph = True
 
     def __init__(self, config: MmMaeConfig) -> None:
         self.modalities = RunModalities(config)
@@ -91,10 +89,6 @@ class MultimodalReconstruction:
         return {
             name: masked[:, self.inputs.index(name)] if name in self.inputs else every for name in sorted(predicted)
         }
-
-    def outside_weights(self, counts: Tensor) -> Tensor:
-        """No task is outside the balance."""
-        return torch.zeros_like(counts)
 
     def __call__(self, forward: Callable[..., MultimodalOutput], batch: Batch) -> TaskLosses:
         """Return the sums of the tasks' losses in float64; exactly 0 for a task without elements."""

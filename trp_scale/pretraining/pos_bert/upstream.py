@@ -19,7 +19,7 @@ from trp_scale.checkpoint.initial_weights import GivenWeights
 from trp_scale.checkpoint.run_directory import TOKENIZER, copy_tokenizer
 from trp_scale.config import RefusedError
 from trp_scale.core.batch import Batch, Extra, TaskLosses, membership
-from trp_scale.core.run import Tap, TapPlace
+from trp_scale.core.run import Tap, TappedObjective, TapPlace
 from trp_scale.data.mixture import parse_paths
 from trp_scale.data.sources import Rows
 from trp_scale.data.text.dataset import GROUPS, TextMeta, tokenizer_digest
@@ -39,7 +39,7 @@ TAPS: dict[TapPlace, Extra] = {"weights": Extra("transform_tap"), "representatio
 NEXT_SENTENCE = "next_sentence"
 
 
-class PosMaskedLanguageModelling:
+class PosMaskedLanguageModelling(TappedObjective):
     """T tasks of words, then next-sentence prediction.
 
     The tasks of words are the groups in their stored order (the last is `other`, 12-14 % of English words), the
@@ -49,8 +49,6 @@ class PosMaskedLanguageModelling:
         hidden_size: D, the width of the encoder.
         sources: names of the sources that are separate tasks.
     """
-
-    in_a_graph = True
 
     def __init__(
         self, config: PosBertObjectiveConfig, groups: Sequence[str], hidden_size: int, sources: tuple[str, ...] = ()
