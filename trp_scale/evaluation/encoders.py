@@ -117,9 +117,6 @@ def load_encoder(path: str, image_size: int = 0) -> Encoder:
 BATCH = 64
 """Images per forward pass."""
 
-NOT_OF_THE_WEIGHTS = ("weights", "weights_names", "dropout", "initializer_range")
-"""Fields of `model` that do not change what the encoder computes."""
-
 
 def encoder_config(
     path: str, *, recipe: str = "", size: int = 0, batch: int = BATCH, positions: FrozenPositions = "recomputed"
@@ -142,8 +139,10 @@ def encoder_config(
         loaded = load_recipe(recipe)
         if not isinstance(loaded, (ImagePretrainConfig, ImageTaskConfig)):
             raise RefusedError(f"--recipe {recipe}: a text encoder; expected: a recipe of images")
-        _copy_settings(config.model, loaded.model)
-        _copy_settings(config.vision, loaded.vision)
+        for target, section in ((config.model, loaded.model), (config.vision, loaded.vision)):
+            for field in fields(section):
+                if hasattr(target, field.name):
+                    setattr(target, field.name, getattr(section, field.name))
         config.model.weights = ""
         config.downstream.pretraining_grid = loaded.crops.size // loaded.vision.patch_size
     else:
@@ -162,13 +161,6 @@ def set_shown_images(config: ClassificationTaskConfig, *, size: int, batch: int)
             f"--image_size is {config.crops.size}; allowed: multiples of the patch size, {patch_size} pixels"
         )
     return config
-
-
-def _copy_settings(target: object, source: Any) -> None:
-    """Copy the fields that both sections have."""
-    for field in fields(source):
-        if hasattr(target, field.name):
-            setattr(target, field.name, getattr(source, field.name))
 
 
 class FrozenEncoder:
@@ -207,8 +199,9 @@ class FrozenEncoder:
             initialise_vision(module, seed=seed, std=config.model.initializer_range)
         else:
             load_weights(module, weights, f"--from {path}")
+        without_effect = ("weights", "weights_names", "dropout", "initializer_range")
         self._settings = {
-            "model": {name: value for name, value in asdict(config.model).items() if name not in NOT_OF_THE_WEIGHTS},
+            "model": {name: value for name, value in asdict(config.model).items() if name not in without_effect},
             "vision": asdict(config.vision),
             "positions": [config.downstream.positions, config.downstream.pretraining_grid],
             "size": [config.crops.size, config.crops.interpolation],

@@ -29,9 +29,6 @@ from trp_scale.models.positions import interpolate
 from trp_scale.pretraining.mae.image_weights import RELATIVE_ARCHITECTURE, is_encoder, read_image_weights
 from trp_scale.pretraining.mm_mae.settings import MmMaeConfig
 
-POSITION_NUMBERS = "embeddings.position_ids"
-"""Buffer 0, 1, 2, ... that earlier versions of transformers stored."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderSource:
@@ -180,7 +177,8 @@ def select_encoder(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     by our names, which are those of transformers."""
     named = {re.sub(r"^(bert|model)\.", "", name): tensor for name, tensor in weights.items()}
     parts = ("embeddings.", "encoder.", "pooler.", "layers.", "final_norm.", "head.")
-    return {name: tensor for name, tensor in named.items() if name.startswith(parts) and name != POSITION_NUMBERS}
+    named.pop("embeddings.position_ids", None)  # buffer that earlier versions of transformers stored
+    return {name: tensor for name, tensor in named.items() if name.startswith(parts)}
 
 
 def _encoder_from_transformers(path: str, source: GivenWeights) -> EncoderSource:

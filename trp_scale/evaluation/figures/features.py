@@ -25,7 +25,7 @@ from trp_scale.data.index import read_json
 from trp_scale.data.plan import HeldOutPlan, MixtureMember
 from trp_scale.data.raw_files import require_dataset
 from trp_scale.errors import quote
-from trp_scale.evaluation.encoders import FrozenEncoder
+from trp_scale.evaluation.encoders import BATCH, FrozenEncoder
 from trp_scale.evaluation.figures.pictures import DPI, figure_class, show_image, small_axes
 from trp_scale.finetuning.classification.batch import MeasuredImages
 from trp_scale.finetuning.classification.settings import ClassificationTaskConfig
@@ -36,12 +36,6 @@ from trp_scale.models.vit import ImageEncoder, TransformerBlock
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-NAMED_CLASSES = 20
-"""Largest number of classes with a legend; more classes share colours."""
-
-BATCH = 64
-"""Images per forward pass."""
 
 
 class ImageChoice(NamedTuple):
@@ -55,10 +49,6 @@ class ImageChoice(NamedTuple):
     dataset: ImageDataset
     positions: Integers
     classes: tuple[str, ...]
-
-    def first(self, count: int) -> ImageChoice:
-        """Return the first `count` images."""
-        return self._replace(positions=self.positions[:count])
 
     def class_name(self, label: int) -> str:
         """Name of a class; empty if unknown."""
@@ -168,7 +158,7 @@ def encode_images(
         block=block,
         attention=total / len(choice.positions),
         shown=ShownImages(
-            choice=choice.first(shown),
+            choice=choice._replace(positions=choice.positions[:shown]),
             images=torch.cat(images),
             labels=torch.from_numpy(np.concatenate(labels)[:shown]),
         ),
@@ -223,9 +213,6 @@ def class_similarity(features: npt.NDArray[np.floating], labels: npt.NDArray[np.
 
 PlaneKind = Literal["pca", "tsne"]
 
-PERPLEXITY = 30.0
-"""Perplexity of t-SNE; lower for few images."""
-
 
 def project_to_plane(features: npt.NDArray[np.floating], kind: PlaneKind) -> tuple[npt.NDArray[np.floating], str]:
     """Project [n, D] to [n, 2], deterministically. Return the points and a caption."""
@@ -237,7 +224,7 @@ def project_to_plane(features: npt.NDArray[np.floating], kind: PlaneKind) -> tup
         return fitted.transform(features), f"first two principal components, {share:.1%} of the variance"
     from sklearn.manifold import TSNE
 
-    perplexity = min(PERPLEXITY, (len(features) - 1) / 3)
+    perplexity = min(30.0, (len(features) - 1) / 3)
     points = TSNE(n_components=2, init="pca", perplexity=perplexity, random_state=0).fit_transform(features)
     return points, f"t-SNE, perplexity {perplexity:g}; distances between groups mean little"
 
@@ -268,7 +255,7 @@ def draw_plane(
         axes.scatter(across, up, s=9, alpha=0.75, color=palette(number % palette.N), label=name, linewidths=0)
     axes.set(xticks=[], yticks=[])
     axes.set_title(title, fontsize=10)
-    if 1 < len(classes) <= NAMED_CLASSES:
+    if 1 < len(classes) <= 20:  # more classes share colours
         axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=9, markerscale=2, frameon=False)
     figure.savefig(path, dpi=DPI)
 

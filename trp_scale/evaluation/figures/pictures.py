@@ -37,13 +37,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-SIDE_INCHES = 1.2
-"""Side of a panel."""
-
 DPI = 110
-
-LEGEND_INCHES = 1.4
-"""Width of a legend column."""
 
 
 class Picture(NamedTuple):
@@ -65,8 +59,8 @@ def figure_class() -> type[Figure]:
     return Figure
 
 
-def small_axes(rows: int, columns: int, side: float = SIDE_INCHES) -> tuple[Any, Any]:
-    """Return panels without ticks, [rows, columns], and their figure."""
+def small_axes(rows: int, columns: int, side: float = 1.2) -> tuple[Any, Any]:
+    """Return panels without ticks, [rows, columns], with sides of so many inches, and their figure."""
     figure = figure_class()(figsize=(side * columns + 0.4, (side + 0.15) * rows + 0.2), layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False)
     for panel in axes.flat:
@@ -85,14 +79,9 @@ def draw_legend(figure: Figure, entries: Sequence[tuple[str, Any]]) -> None:
 
     if entries:
         handles = [Patch(facecolor=colour, label=words) for words, colour in entries]
-        columns = max(1, min(len(handles), int(figure.get_figwidth() / LEGEND_INCHES)))
+        # A column is 1.4 inches wide.
+        columns = max(1, min(len(handles), int(figure.get_figwidth() / 1.4)))
         figure.legend(handles=handles, loc="outside lower center", ncols=columns, fontsize=8, frameon=False)
-
-
-FEW = 0.1
-"""Share of masked patches in the paper's figure; training masks nearly everything."""
-DIMMED = 0.25
-"""Brightness of masked patches."""
 
 
 def draw_masks(trained: TrainedImages, network: MaskingNetwork, batch: Batch, path: Path) -> str:
@@ -129,13 +118,14 @@ def mask_strips(trained: TrainedImages, network: MaskingNetwork, batch: Batch) -
     count, patch_size = patches.shape[1], trained.config.vision.patch_size
     orders = torch.stack([random_scores(trained.config.training.seed, key, count) for key in batch.keys.tolist()])
     strips = {"image": pixels(patches, patch_size)}
-    for share in (FEW, trained.config.multilevel.final_ratio or trained.config.masking.ratio):
+    # A tenth of the patches is masked in the paper's figure; training masks nearly everything.
+    for share in (0.1, trained.config.multilevel.final_ratio or trained.config.masking.ratio):
         split = PatchSplit(patches=count, visible=min(count - 1, int(count * (1.0 - share))))
         hidden = {}
         for name, scores in (("random", orders), ("untrained", untrained), ("learned", probabilities)):
             masked = select(scores, split).masked
             hidden[name] = torch.zeros(len(patches), count).scatter(1, masked, 1.0)  # [R, N]
-            brightness = 1.0 - (1.0 - DIMMED) * hidden[name]
+            brightness = 1.0 - 0.75 * hidden[name]
             strips[f"{name} {100 * share:g} %"] = pixels(patches, patch_size, brightness.unsqueeze(-1))
     same = (hidden["learned"] * hidden["untrained"]).sum() / hidden["learned"].sum()
     return {**strips, "probability": probabilities, "as untrained": same}
@@ -159,9 +149,6 @@ def random_scores(seed: int, key: int, count: int) -> Tensor:
 TRUE_COLOURS = "hidden patches are drawn with their true mean and deviation, which are not predicted"
 """Caption for targets that are normalised by patch: colours and contrast come from the image, structure from the
 prediction."""
-
-GREY = 0.5
-"""Value of a masked patch."""
 
 
 def draw_pictures(source: Path, output: Path, rows: int = 8, data: str = "", images: Sequence[Path] = ()) -> list[str]:
@@ -189,7 +176,11 @@ def draw_trained(trained: TrainedImages | TrainedModalities, batch: Batch, outpu
     output.mkdir(parents=True, exist_ok=True)
     path = output / "reconstructions.png"
     if isinstance(trained, TrainedModalities):
-        return [_draw_modalities(trained, batch, path)]
+        draw_modalities(modality_reconstructions(trained, batch), path, trained.class_names())
+        by_task = task_losses(trained, batch)
+        losses = ", ".join(f"{task} {loss:.4f} (plain guess {plain:.4f})" for task, (loss, plain) in by_task.items())
+        note = f"; of rgb {TRUE_COLOURS}" if "rgb" in by_task else ""
+        return [Picture(path, f"{losses}; {batch.rows} images{note}")]
     strips, loss, mean_patch = reconstructions(trained, batch)
     axes, figure = small_axes(len(strips), batch.rows)
     _show_strips(axes, strips)
@@ -204,15 +195,6 @@ def draw_trained(trained: TrainedImages | TrainedModalities, batch: Batch, outpu
         path = output / "masks.png"
         pictures.append(Picture(path, draw_masks(trained, network, batch, path)))
     return pictures
-
-
-def _draw_modalities(trained: TrainedModalities, batch: Batch, path: Path) -> Picture:
-    """Draw images and maps, as in TRP Figure 3."""
-    draw_modalities(modality_reconstructions(trained, batch), path, trained.class_names())
-    losses_by_task = task_losses(trained, batch)
-    losses = ", ".join(f"{task} {loss:.4f} (plain guess {plain:.4f})" for task, (loss, plain) in losses_by_task.items())
-    note = f"; of rgb {TRUE_COLOURS}" if "rgb" in losses_by_task else ""
-    return Picture(path, f"{losses}; {batch.rows} images{note}")
 
 
 @torch.no_grad()
@@ -240,7 +222,7 @@ def reconstructions(trained: TrainedImages, batch: Batch) -> tuple[dict[str, Ten
         variance, mean = torch.var_mean(true, dim=-1, keepdim=True)
         prediction = prediction * (variance + TARGET_EPS).sqrt() + mean
     mask = masked.unsqueeze(-1).expand_as(prediction)
-    grey = (GREY - torch.tensor(CHANNEL_MEAN)) / torch.tensor(CHANNEL_DEVIATION)  # [3]
+    grey = (0.5 - torch.tensor(CHANNEL_MEAN)) / torch.tensor(CHANNEL_DEVIATION)  # [3]
     hidden = grey.repeat(patches.shape[-1] // 3).expand_as(prediction)
     shown = {
         "image": patches,
@@ -330,10 +312,6 @@ def _draw_sizes(axes: Axes, perturbation: Tensor, adversary: AdversarySettings) 
     axes.set(xlabel="block", ylabel=f"largest {adversary.norm} norm", title=title)
 
 
-STAGES = ("input", "seen", "predicted")
-"""Rows of the picture for each task."""
-
-
 @torch.no_grad()
 def modality_reconstructions(trained: TrainedModalities, batch: Batch) -> dict[str, dict[str, Tensor]]:
     """Return maps by task and stage, as of `Modality.maps`. Masked patches show the prediction, others the input;
@@ -348,8 +326,12 @@ def modality_reconstructions(trained: TrainedModalities, batch: Batch) -> dict[s
         true, masked = patches[modality.name], hidden[modality.name].unsqueeze(-1)  # [R, N, P], [R, N, 1]
         guess = modality.reconstruction(task, prediction, true)
         unknown = torch.tensor(torch.nan if true.is_floating_point() else modality.blank, dtype=true.dtype)
-        stages = (true, torch.where(masked, unknown, true), torch.where(masked, guess, true))
-        shown[task] = {stage: modality.maps(stage_values) for stage, stage_values in zip(STAGES, stages, strict=True)}
+        stages = {
+            "input": true,
+            "seen": torch.where(masked, unknown, true),
+            "predicted": torch.where(masked, guess, true),
+        }
+        shown[task] = {stage: modality.maps(stage_values) for stage, stage_values in stages.items()}
     return shown
 
 
@@ -383,7 +365,7 @@ def _plain_guesses(trained: TrainedModalities, batch: Batch) -> Any:
 
 
 def draw_modalities(shown: dict[str, dict[str, Tensor]], path: Path, classes: Mapping[str, Sequence[str]]) -> None:
-    """Draw three rows per task and a column per image; only the prediction if the input is unknown.
+    """Draw three rows per task and a column per image, as in TRP Figure 3; only the prediction if the input is unknown.
 
     Args:
         classes: class names by modality.

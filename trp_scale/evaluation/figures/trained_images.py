@@ -43,9 +43,6 @@ from trp_scale.pretraining.mm_mae.settings import MmMaeConfig
 from trp_scale.pretraining.mm_mae.upstream import MultimodalReconstruction
 from trp_scale.pretraining.mm_mae.weights import CLASSES
 
-FILTERS = {"bicubic": Image.Resampling.BICUBIC, "bilinear": Image.Resampling.BILINEAR}
-"""Filters by crops.interpolation."""
-
 Model = TypeVar("Model", bound=nn.Module)
 
 
@@ -243,7 +240,9 @@ def read_square(file: Path, size: int, interpolation: str) -> Tensor:
         image = Image.fromarray(decode_image(bytearray(content)).permute(1, 2, 0).contiguous().numpy())
         with Image.open(io.BytesIO(content), formats=("JPEG", "PNG", "WEBP")) as opened:
             image.getexif()[ExifTags.Base.Orientation] = opened.getexif().get(ExifTags.Base.Orientation, 1)
-        square = ImageOps.fit(ImageOps.exif_transpose(image), (size, size), method=FILTERS[interpolation])
+        square = ImageOps.fit(
+            ImageOps.exif_transpose(image), (size, size), method=Image.Resampling[interpolation.upper()]
+        )
     except Exception as error:  # decoders raise many kinds of errors for a broken file
         raise RefusedError(
             f"--images {file}: cannot be read as an image ({error_text(error)}); allowed: JPEG, PNG or WebP"

@@ -135,11 +135,6 @@ def _read(path: Path) -> LabelledFeatures | None:
     return stored
 
 
-WEIGHT_DEVIATION = 0.01
-"""Standard deviation of the initial weights."""
-
-NORM_EPS = 1e-6
-MOMENTUM = 0.9
 LR_ROWS = 256
 """Batch size that linear.base_lr refers to."""
 
@@ -172,11 +167,11 @@ class LinearProbe:
 
         layer = nn.Linear(width, classes)
         with torch.no_grad():
-            layer.weight.copy_(initial_tensor(seed, "probe.weight", (classes, width), WEIGHT_DEVIATION))
+            layer.weight.copy_(initial_tensor(seed, "probe.weight", (classes, width), 0.01))
             layer.bias.zero_()
-        self.module = nn.Sequential(nn.BatchNorm1d(width, eps=NORM_EPS, affine=False), layer)
+        self.module = nn.Sequential(nn.BatchNorm1d(width, eps=1e-6, affine=False), layer)
         groups = [{"params": [layer.weight], "always_adapt": True}, {"params": [layer.bias], "always_adapt": False}]
-        self.optimizer = Lars(groups, lr=lr, momentum=MOMENTUM, weight_decay=0.0)
+        self.optimizer = Lars(groups, lr=lr, momentum=0.9, weight_decay=0.0)
         self._schedule = OptimizerConfig(lr=lr, warmup_steps=warmup_steps, schedule="cosine", min_lr=0.0)
         self._step = 0
 

@@ -301,10 +301,6 @@ def check_stage_two(second_stage: StageTwo, test: Path) -> str | None:
     return None
 
 
-HOURS = 24
-"""Timeout of the other ranks, which wait while rank 0 fits the classifiers."""
-
-
 @while_training
 def probe(arguments: ProbeArguments) -> Measurement:
     """Run `trp-scale probe`; return the result, the same on every rank."""
@@ -312,7 +308,7 @@ def probe(arguments: ProbeArguments) -> Measurement:
     if arguments.method == "logistic":
         require_scikit_learn()
     baseline = None if arguments.baseline is None else read_results(arguments.baseline)
-    with Environment(timeout_minutes=60.0 * HOURS) as environment:
+    with Environment(timeout_minutes=60.0 * 24) as environment:  # ranks wait while rank 0 fits the classifiers
         world = environment.world
         run_dir = create_run_directory(arguments, world)
         check_shared_directory(run_dir, world)

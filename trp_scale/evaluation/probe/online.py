@@ -185,10 +185,6 @@ def open_rows(settings: ProbesSettings, run: RunContext) -> ImageRows | Sentence
     return SentenceRows(settings, run) if run.config.reads == "text" else ImageRows(settings, run)
 
 
-SHARE_MEASURED = 0.1
-"""Share of labelled images to measure, without a test set or held-out images of the run."""
-
-
 class ImageRows:
     """Images with classes, whole and at the pre-training size; all ranks share the work.
 
@@ -213,7 +209,7 @@ class ImageRows:
             self.test = open_probed(config, settings.test)
             measured = all_blocks([dataset.blocks for dataset in self.test.opened.datasets])
         else:
-            fraction = fraction or SHARE_MEASURED
+            fraction = fraction or 0.1  # a tenth of labelled images without held-out ones
             measured = self.train.held_blocks(fraction)
         self.measured = first_blocks(self.test, measured, settings.measured)
         self.learned = first_blocks(self.train, [~held for held in self.train.held_blocks(fraction)], settings.rows)

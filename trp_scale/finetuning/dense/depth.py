@@ -230,9 +230,6 @@ class LargestError(Hook):
 
 NAMES = ("delta_1", "delta_2", "delta_3", "rmse", "rel", "log10")
 
-EIGEN = (45 / 480, 471 / 480, 41 / 640, 601 / 640)
-"""Top, bottom, left and right of Eigen's crop of NYUv2, as shares of height and width."""
-
 
 class DepthErrors:
     """Sums errors of each image; see `Metrics`. Sums are added in stored order, so metrics do not depend on the number
@@ -324,8 +321,8 @@ def region_mask(
 ) -> Tensor:
     """Return the mask [H, W] of evaluated pixels."""
     mask = torch.ones(height, width, dtype=torch.bool, device=device)
-    if region == "eigen":
-        top, bottom, left, right = EIGEN
+    if region == "eigen":  # Eigen's crop of NYUv2, as shares of height and width
+        top, bottom, left, right = 45 / 480, 471 / 480, 41 / 640, 601 / 640
         mask[: round(top * height)] = mask[round(bottom * height) :] = False
         mask[:, : round(left * width)] = mask[:, round(right * width) :] = False
     return mask

@@ -77,7 +77,14 @@ def replace_batch_norms(module: nn.Module, norm: Callable[[int], nn.Module]) -> 
 def initialise_head(head: DenseHead, *, seed: int) -> None:
     """Initialise from (seed, name): matrices and kernels uniform within fan_in^(-1/2), as torch's layers, those of last
     layers scaled by OUTPUT_SCALE; biases 0, norm weights 1."""
-    fans = {name: _fan_in(module) for name, module in head.named_modules()}
+    fans: dict[str, int] = {}
+    for name, module in head.named_modules():
+        if isinstance(module, nn.ConvTranspose2d):  # stride = kernel size, so kernels do not overlap
+            fans[name] = module.in_channels
+        elif isinstance(module, nn.Conv2d):
+            fans[name] = module.in_channels // module.groups * math.prod(module.kernel_size)
+        elif isinstance(module, nn.Linear):
+            fans[name] = module.in_features
 
     def rule(name: str, parameter: nn.Parameter) -> Tensor | float:
         layer, _, kind = name.rpartition(".")
@@ -88,14 +95,6 @@ def initialise_head(head: DenseHead, *, seed: int) -> None:
         return (2.0 * torch.rand(tuple(parameter.shape), generator=generator) - 1.0) * bound
 
     set_all(head, rule)
-
-
-def _fan_in(module: nn.Module) -> int:
-    if isinstance(module, nn.ConvTranspose2d):  # stride = kernel size, so kernels do not overlap
-        return module.in_channels
-    if isinstance(module, nn.Conv2d):
-        return module.in_channels // module.groups * math.prod(module.kernel_size)
-    return module.in_features if isinstance(module, nn.Linear) else 0
 
 
 class LinearHead(DenseHead):
@@ -288,16 +287,14 @@ def build_head(config: DenseTaskConfig, outputs: int) -> DenseHead:
     return DptHead(width, outputs, after, dense)
 
 
-UNUSED_BY_MULTIMAE = ("act_postprocess.", "scratch.layer_rn.", "scratch.refinenet4.resConfUnit1.")
-"""Tensors of MultiMAE's DPT head that are second names, or that no forward pass uses."""
-
-
 def load_multimae_head(head: DenseHead, state: Mapping[str, Tensor], task: str) -> None:
     """Set a head's weights to those of a model that MultiMAE's code has fine-tuned for `task`, depth or semseg. Raises
     ValueError: the names or shapes in the model's `state` are not those of this head."""
     assert head.multimae is not None, "checked with the settings"
     prefix = f"output_adapters.{task}."
-    unused = tuple(prefix + name for name in UNUSED_BY_MULTIMAE)
+    # Second names in a DPT head, and tensors that no forward pass uses
+    parts = ("act_postprocess.", "scratch.layer_rn.", "scratch.refinenet4.resConfUnit1.")
+    unused = tuple(prefix + name for name in parts)
     names = [name for name in state if name.startswith(prefix) and not name.startswith(unused)]
     head.multimae.import_weights(head, {name.removeprefix(prefix): state[name] for name in names})
 

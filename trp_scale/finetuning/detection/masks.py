@@ -23,9 +23,6 @@ LONGEST_OUTLINE = 1e7
 """Largest total length of a mask's polygon edges in pixels. pycocotools allocates about 40 bytes per pixel unchecked:
 200 edges across the image, in 4 KB, crashed the process."""
 
-LONGEST_NUMBER = 60
-"""Largest size of a run length in bits; pixel counts have 32. Decoding a number of millions of bits took hours."""
-
 
 def mask_functions() -> Any:
     """Import pycocotools.mask."""
@@ -56,7 +53,10 @@ def encode_segmentation(segmentation: object, height: int, width: int, *, where:
             raise DataError(f"{where}: invalid coordinate in a polygon; allowed: finite numbers up to {FARTHEST:.0f}")
         if not polygons:
             return b""
-        if (outline := sum(map(_outline, polygons))) > LONGEST_OUTLINE:
+        # Pixels along all edges of the closed polygons x, y, x, y, ..., as pycocotools counts
+        points = [np.array(polygon, dtype=np.float64).reshape(-1, 2) for polygon in polygons]
+        outline = sum(float(np.abs(xy - np.roll(xy, 1, axis=0)).max(axis=1).sum()) for xy in points)
+        if outline > LONGEST_OUTLINE:
             raise DataError(
                 f"{where}: polygons with an outline of {outline:.0f} pixels; allowed: at most {LONGEST_OUTLINE:.0f}"
             )
@@ -78,12 +78,6 @@ def encode_segmentation(segmentation: object, height: int, width: int, *, where:
     return bytes(encoded["counts"]) if functions.area(encoded) > 0 else b""
 
 
-def _outline(polygon: list[float]) -> float:
-    """Return the number of pixels along all edges of a closed polygon x, y, x, y, ..., as pycocotools counts."""
-    points = np.array(polygon, dtype=np.float64).reshape(-1, 2)
-    return float(np.abs(points - np.roll(points, 1, axis=0)).max(axis=1).sum())
-
-
 def _lengths(text: str) -> list[int] | None:
     """Decode COCO's compressed run lengths; `None` if the text is invalid.
 
@@ -95,7 +89,7 @@ def _lengths(text: str) -> list[int] | None:
     number = shift = 0
     for character in text:
         bits = ord(character) - 48
-        if not 0 <= bits < 64 or shift > LONGEST_NUMBER:
+        if not 0 <= bits < 64 or shift > 60:  # pixel counts have 32 bits; decoding millions of bits took hours
             return None
         number |= (bits & 31) << shift
         shift += 5

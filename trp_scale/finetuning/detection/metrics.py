@@ -26,7 +26,6 @@ from trp_scale.finetuning.detection.model import Target, paste
 from trp_scale.reporting.results import SPEED
 from trp_scale.storage.files import write_text
 
-OVERLAP = 0.5
 POINTS = 11
 
 OVERLAPS = (0.5, 0.6, 0.7, 0.8, 0.9)
@@ -74,7 +73,7 @@ def count_objects(truths: Sequence[Truth]) -> int:
 
 
 def match_detections(
-    truths: Sequence[Truth], detections: ClassDetections, overlap: float = OVERLAP
+    truths: Sequence[Truth], detections: ClassDetections, overlap: float = 0.5
 ) -> npt.NDArray[np.bool_]:
     """Return for each detection that is not ignored whether it is a true positive, [k] by descending score. `overlap`:
     smallest IoU of a match."""
@@ -293,24 +292,23 @@ def coco_figures(
     from pycocotools.coco import COCO
     from pycocotools.cocoeval import COCOeval
 
+    truths, categories = COCO(), range(1, 1 + len(datasets[0].classes))
+    truths.dataset = {
+        "images": [
+            {"id": number, "height": image.size[0], "width": image.size[1]}
+            for number, image in enumerate(images, start=1)
+        ],
+        "categories": [{"id": n, "name": name} for n, name in zip(categories, datasets[0].classes, strict=True)],
+        "annotations": [
+            {"id": number, **entry} for number, entry in enumerate(_coco_truths(datasets, images, kind), start=1)
+        ],
+    }
+    detections = [entry for n, image in enumerate(images, start=1) for entry in image.entries(n, categories)]
+    for entry in detections if kind == "segm" else ():
+        del entry["bbox"]  # areas are those of masks
     with contextlib.redirect_stdout(io.StringIO()):  # pycocotools prints a table
-        sides = []
-        for annotations in (
-            _coco_truths(datasets, images, kind),
-            _coco_detections(images, kind, len(datasets[0].classes)),
-        ):
-            side = COCO()
-            side.dataset = {
-                "images": [
-                    {"id": number, "height": image.size[0], "width": image.size[1]}
-                    for number, image in enumerate(images, start=1)
-                ],
-                "categories": [{"id": n, "name": name} for n, name in enumerate(datasets[0].classes, start=1)],
-                "annotations": [{"id": number, **entry} for number, entry in enumerate(annotations, start=1)],
-            }
-            side.createIndex()
-            sides.append(side)
-        evaluation = COCOeval(*sides, kind)
+        truths.createIndex()
+        evaluation = COCOeval(truths, truths.loadRes(detections) if detections else COCO(), kind)
         evaluation.evaluate()
         evaluation.accumulate()
         evaluation.summarize()
@@ -343,15 +341,6 @@ def _coco_truths(
                 assert data.masks is not None, "masks are measured only if the annotations have them"
                 entry["segmentation"] = {"size": list(image.size), "counts": data.masks[number]}
             yield entry
-
-
-def _coco_detections(images: Sequence[ImageDetections], kind: str, classes: int) -> Iterator[dict[str, Any]]:
-    functions = mask_functions()
-    for position, image in enumerate(images, start=1):
-        for entry in image.entries(position, range(1, 1 + classes)):
-            width, height = entry["bbox"][2:]
-            area = functions.area(entry["segmentation"]) if kind == "segm" else width * height
-            yield {**entry, "area": float(area), "iscrowd": 0}
 
 
 def corner_and_size(box: Floats) -> list[float]:

@@ -66,7 +66,7 @@ def read_tsv(path: Path, task: GlueFormat, *, max_bad_lines: int = 0, group_colu
 
 def _lines(path: Path) -> list[str]:
     """Split a file at line feeds only; `splitlines` would split at other characters, which sentences contain."""
-    content = read_content(path, DataError, largest=MAX_TSV_BYTES)
+    content = read_content(path, DataError, largest=4 << 30)  # the largest, of MNLI, has 80 MB
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -77,9 +77,6 @@ def _lines(path: Path) -> list[str]:
         lines.pop()
     return [line.removesuffix("\r") for line in lines]
 
-
-MAX_TSV_BYTES = 4 << 30
-"""Largest size of a file in bytes; GLUE's largest, of MNLI, has 80 MB."""
 
 DICT_FILE = "dataset_dict.json"
 """File that save_to_disk writes for a DatasetDict."""
@@ -359,9 +356,6 @@ class Examples:
     groups: list[str] = field(default_factory=list)
 
 
-INDEX = ("index", "id", "idx")
-"""Names of the index column that GLUE's server reads: in GLUE's files, in QQP, in Hugging Face's data sets."""
-
 UNKNOWN = ("", "-1", "-1.0")
 """Values of unpublished labels."""
 
@@ -376,7 +370,9 @@ def find_columns(names: list[str], task: GlueFormat, where: str) -> tuple[list[i
     if None in sentences:
         allowed = " or ".join(map(repr, task.sentences[sentences.index(None)]))
         raise DataError(f"{where}: no column {allowed}; found: {shorten(', '.join(map(repr, names)))}")
-    return [number for number in sentences if number is not None], find(task.label), find(INDEX)
+    # The index that GLUE's server reads is so called in GLUE's files, in QQP, and in Hugging Face's data sets.
+    index = find(("index", "id", "idx"))
+    return [number for number in sentences if number is not None], find(task.label), index
 
 
 def number_labels(

@@ -233,13 +233,9 @@ FIGURES: dict[str, dict[str, Figure]] = {
 """Metrics of each task; the first is the main metric, as in TRP's Table 1."""
 
 
-CORRELATIONS = ("matthews", "pearson", "spearman")
-"""Metrics that are 0 or undefined for constant predictions."""
-
-
 def constant_figure(figure: str, compute: Figure, learned: Values, labels: Values) -> float:
     """Return a metric of the constant prediction that is best on the training labels `learned`."""
-    if figure in CORRELATIONS:
+    if figure in ("matthews", "pearson", "spearman"):  # 0 or undefined for constant predictions
         return 0.0
     best = max(np.unique(learned), key=lambda value: compute(np.full(len(learned), value), learned))
     return compute(np.full(len(labels), best), labels)
@@ -297,10 +293,6 @@ def _by_label(task: str, predicted: Values, labels: Values) -> dict[str, Any]:
     }
 
 
-LEAST_SCORE, LARGEST_SCORE = 0.0, 5.0
-"""Range of STS-B's scores."""
-
-
 class GlueSubmission:
     """Writes a file for GLUE's server for each measured set; see `Predictions`."""
 
@@ -338,7 +330,7 @@ class GlueSubmission:
         """Convert a label's number to its value in GLUE's files, or clip and format a score."""
         if self._form.values:
             return self._form.values[int(predicted)]
-        return f"{np.clip(float(predicted), LEAST_SCORE, LARGEST_SCORE):.3f}"
+        return f"{np.clip(float(predicted), 0.0, 5.0):.3f}"  # the range of STS-B's scores
 
 
 class SentenceClassification(TaskObjective):

@@ -186,11 +186,6 @@ raises the former to 1e-3, so a caution in settings.py covers it."""
 
 QUARTER = 4
 """Warn if the adversary hardly acts for 1 / QUARTER of the run, early enough to restart the run."""
-SMALL_SHARE = 0.05
-SMALL_EFFECT = 0.002
-"""An adversary hardly acts if its share of eps and its relative effect on the loss are below these. Measured on
-adpe_tiny: absolute coordinates at the weights' learning rate end at 0.03 and stay below 0.0012; effective adversaries
-reach 0.2 to 1, and 0.006 to 0.1 (docs/experiments.md)."""
 
 
 class EffectWatch:
@@ -216,7 +211,9 @@ class EffectWatch:
     def notice(self, settings: AdversarySettings, idle: int, share_of_eps: float, effect: float | None) -> str:
         """Describe an adversary with little or no effect; "" if it acts. Each period without effect is logged as a
         warning once."""
-        still = effect is not None and share_of_eps < SMALL_SHARE and abs(effect) < SMALL_EFFECT
+        # An adversary hardly acts below these. Measured on adpe_tiny: absolute coordinates at the weights' learning
+        # rate end at 0.03 and stay below 0.0012; effective adversaries reach 0.2 to 1, and 0.006 to 0.1.
+        still = effect is not None and share_of_eps < 0.05 and abs(effect) < 0.002
         self._still_since = (self._still_since or self.steps) if still else None
         reason, kind = "", settings.kind
         if idle >= IDLE_STEPS:

@@ -23,8 +23,6 @@ from trp_scale.methods.learned_masks.hypergradient import Clock, ValidationLoss,
 from trp_scale.methods.learned_masks.masks import MaskedWindow
 from trp_scale.methods.learned_masks.settings import FineTuningSettings
 
-CLASSIFICATION = "classification"
-
 HEAD, STEP = Extra("head"), Extra("step")
 """Extras of a micro-batch of D_tr: the head as a leaf [K D + K], and the step number."""
 
@@ -59,7 +57,7 @@ class JointObjective(PatchObjective):
     ) -> None:
         self.gamma = config.multilevel.gamma
         self.reconstruction = reconstruction
-        self.tasks = (*reconstruction.tasks, CLASSIFICATION)
+        self.tasks = (*reconstruction.tasks, "classification")
         self.regression = reconstruction.regression
         self.level = HeadLevel(config, reconstruction, Head(config, classes, device, dtype))
 

@@ -101,9 +101,6 @@ VITMAE_NEWER_NAMES = (
     (r"\.mlp\.fc2\.", ".output.dense."),
 )
 
-POSITION_TOLERANCE = 1e-4
-"""Largest difference between stored positions, some in half precision, and ours."""
-
 HEADS = ("head.", "head_dist.", "attn_pool.", "pre_logits.", "fc_norm.", "input_adapters.", "output_adapters.")
 """Parts outside the encoder: timm's heads; MultiMAE's decoders, and adapters of other modalities."""
 
@@ -142,7 +139,7 @@ def position_order(positions: Tensor) -> PositionOrder | None:
     if grid**2 != len(positions) or width % 4:
         return None
     for order in get_args(PositionOrder):
-        if (positions - sine_cosine(grid, width, order)).abs().max() <= POSITION_TOLERANCE:
+        if (positions - sine_cosine(grid, width, order)).abs().max() <= 1e-4:  # some are stored in half precision
             return order  # type: ignore[no-any-return]
     return None
 

@@ -35,7 +35,6 @@ from trp_scale.pretraining.mae.settings import MaeConfig, MaeObjectiveConfig
 from trp_scale.pretraining.mae.weights import load_weights
 from trp_scale.pretraining.tasks import blank_batch, rows_by_source, source_names
 
-RECONSTRUCTION = "reconstruction"
 UNIFORMITY = "uniformity"
 MOMENT = Extra("uniformity_moment")
 ROWS = Extra("uniformity_rows")
@@ -54,7 +53,7 @@ class MaskedPatchReconstruction(PatchObjective):
         gate: [R, k, V] factor of each visible patch's token.
     """
 
-    tasks: tuple[str, ...] = (RECONSTRUCTION,)
+    tasks: tuple[str, ...] = ("reconstruction",)
     balanced: tuple[int, ...] = (0,)
     regression: tuple[int, ...] = (0,)
 

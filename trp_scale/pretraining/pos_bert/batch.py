@@ -202,7 +202,9 @@ class TextBatchBuilder:
         fields = _fields(masked, token_types, attended, segments, present) | source_field(self._config, addresses)
         if self._segments:
             del fields["attention_mask"]
-            fields["segment_ends"] = torch.from_numpy(self._segment_ends(rows.ends[rows.own]))
+            ends = rows.ends[rows.own]  # [R, S of the blocks]
+            ends = np.pad(ends, ((0, 0), (0, self._segments - ends.shape[1])), mode="edge")  # [R, S]
+            fields["segment_ends"] = torch.from_numpy(ends)
         elif attended.all() and not self._always_masked:
             del fields["attention_mask"]
         else:
@@ -269,10 +271,6 @@ class TextBatchBuilder:
         tokens = rows.tokens[rows.own].astype(np.int64)
         tokens[~attended] = self._pad
         return tokens, rows.tags[rows.own], np.zeros_like(tokens), pieces, attended
-
-    def _segment_ends(self, ends: Integers) -> Integers:
-        """Return the ends of segments [R, S of the blocks] as [R, S]."""
-        return np.pad(ends, ((0, 0), (0, self._segments - ends.shape[1])), mode="edge")
 
 
 def _fields(

@@ -58,9 +58,6 @@ HEADS = ("bert.pooler.", "cls.predictions.", "cls.seq_relationship.", "head.", "
 TASKS = ("classifier.", "qa_outputs.")
 """Heads of other models."""
 
-BIASES = ("norm_bias", "attention_bias", "mlp_bias", "classifier_bias")
-ACTIVATIONS = ("hidden_activation", "classifier_activation")
-
 KIND_OF = {"bert": "bert", "modernbert": "modern"}
 """`model.kind` by transformers' model_type."""
 
@@ -131,8 +128,10 @@ def _modern_settings(fields: Fields) -> dict[tuple[str, str], Any]:
     kinds = fields.texts("layer_types", [])
     is_global = [kind == "full_attention" for kind in kinds]
     every = is_global.index(True, 1) if any(is_global[1:]) else max(1, len(kinds))
-    other = [f"{name} true" for name in BIASES if fields.take(name, bool, False)]
-    other += [f"{name} not gelu" for name in ACTIVATIONS if fields.text(name, "gelu") != "gelu"]
+    biases = ("norm_bias", "attention_bias", "mlp_bias", "classifier_bias")
+    other = [f"{name} true" for name in biases if fields.take(name, bool, False)]
+    activations = ("hidden_activation", "classifier_activation")
+    other += [f"{name} not gelu" for name in activations if fields.text(name, "gelu") != "gelu"]
     if is_global != [number % every == 0 for number in range(len(kinds))]:
         other.append("other layer_types")
     rotary = [fields.section("rope_parameters").section(f"{kind}_attention") for kind in ("full", "sliding")]

@@ -208,8 +208,8 @@ def test_mae_s_protocol_is_an_independent_loop_in_float64(
     probes: list[LinearProbe] = []
 
     class Noted(LinearProbe):
-        def __init__(self, *arguments: int, **named: float) -> None:
-            super().__init__(*arguments, **named)  # type: ignore[arg-type]
+        def __init__(self, *arguments: Any, **named: Any) -> None:
+            super().__init__(*arguments, **named)
             self.first = self.module[1].weight.detach().clone()
             probes.append(self)
 

@@ -14,7 +14,6 @@ from transformers import DPTConfig, DPTForDepthEstimation
 
 from trp_scale.engines.optimizer import layer_scales
 from trp_scale.finetuning.dense.model import (
-    NORM_CHANNELS,
     DptHead,
     PixelModel,
     as_map,
@@ -314,4 +313,4 @@ def test_blocks_are_the_last_of_each_quarter() -> None:
 def test_groups_are_wide_enough_for_a_map_of_one_pixel(channels: int) -> None:
     norm = group_norm(channels)
     assert channels % norm.num_groups == 0 and norm.num_groups <= 32
-    assert channels // norm.num_groups >= min(channels, NORM_CHANNELS)
+    assert channels // norm.num_groups >= min(channels, 16)
