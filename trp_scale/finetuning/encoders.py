@@ -111,7 +111,21 @@ def open_encoder(path: str) -> EncoderSource:
     source = read_given_weights(path, "--from")
     document = source.fields.document
     if document.get("model_type") in ("bert", "modernbert"):
-        return _encoder_from_transformers(path, source)
+        from trp_scale.pretraining.pos_bert.weights import KIND_OF, full_name, sizes_from_weights
+
+        fields = source.fields
+        kind = KIND_OF[fields.text("model_type")]
+        settings = sizes_from_weights(fields, kind) | {
+            ("model", "kind"): kind,
+            ("model", "max_positions"): fields.whole("max_position_embeddings", least=1),
+        }
+        if kind == "modern":
+            settings["model", "dropout"] = 0.0
+
+        def read() -> dict[str, Tensor]:
+            return select_encoder({full_name(name): tensor for name, tensor in source.tensors.items()})
+
+        return EncoderSource(path=path, text=True, settings=settings, read=read, tokenizer=Path(path))
     if document.get("model_type") == "vit_mae" or "architecture" in document:
         return image_encoder_from_files(path, source)
     raise RefusedError(
@@ -179,27 +193,6 @@ def select_encoder(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     parts = ("embeddings.", "encoder.", "pooler.", "layers.", "final_norm.", "head.")
     named.pop("embeddings.position_ids", None)  # buffer that earlier versions of transformers stored
     return {name: tensor for name, tensor in named.items() if name.startswith(parts)}
-
-
-def _encoder_from_transformers(path: str, source: GivenWeights) -> EncoderSource:
-    """Return the encoder of a directory of transformers' BERT or ModernBERT."""
-    from trp_scale.pretraining.pos_bert.weights import KIND_OF, full_name, sizes_from_weights
-
-    fields = source.fields
-    kind = KIND_OF[fields.text("model_type")]
-    settings = sizes_from_weights(fields, kind) | {
-        ("model", "kind"): kind,
-        ("model", "max_positions"): fields.whole("max_position_embeddings", least=1),
-    }
-    if kind == "modern":
-        settings["model", "dropout"] = 0.0
-    return EncoderSource(
-        path=path,
-        text=True,
-        settings=settings,
-        read=lambda: select_encoder({full_name(name): tensor for name, tensor in source.tensors.items()}),
-        tokenizer=Path(path),
-    )
 
 
 def image_encoder_from_run(

@@ -81,11 +81,6 @@ class Kernel:
             weak = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
             self.created[storage(tensor)] = (weak, tensor_bytes(tensor))
 
-    def moved_bytes(self) -> int:
-        """Return the bytes read from earlier storages, plus the bytes of created storages that are still alive."""
-        alive = [size for storage, size in self.created.values() if not storage.expired()]  # type: ignore[no-untyped-call]
-        return sum(self.read.values()) + sum(alive)
-
 
 class RecordsOperations(TorchDispatchMode):
     """Records operations while it is active, with the current `phase`. `fused` counts neighbouring operations as one
@@ -114,7 +109,7 @@ class RecordsOperations(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
         named = named or {}
         inputs = [leaf for leaf in tree_leaves((arguments, named)) if isinstance(leaf, Tensor)]
-        alone = stands_alone(function)
+        alone = function._overloadpacket in flop_registry or any(part in function.name() for part in STAND_ALONE)
         if alone:
             self.end_kernel()
         result = function(*arguments, **named)
@@ -134,7 +129,9 @@ class RecordsOperations(TorchDispatchMode):
         """Record the current fused kernel."""
         kernel, self.kernel = self.kernel, None
         if kernel is not None:
-            self.add(" + ".join(sorted(kernel.names)), kernel.moved_bytes(), 0)
+            # Bytes read from earlier storages, plus the bytes of created storages that are still alive
+            alive = [size for storage, size in kernel.created.values() if not storage.expired()]  # type: ignore[no-untyped-call]
+            self.add(" + ".join(sorted(kernel.names)), sum(kernel.read.values()) + sum(alive), 0)
 
     def add(self, name: str, moved: int, flops: int) -> None:
         """Record one operation in the current phase."""
@@ -143,11 +140,6 @@ class RecordsOperations(TorchDispatchMode):
 
 def tensor_bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
-
-
-def stands_alone(function: Any) -> bool:
-    """Whether an operation is never fused."""
-    return function._overloadpacket in flop_registry or any(part in function.name() for part in STAND_ALONE)
 
 
 def launches(function: Any, outputs: list[Tensor]) -> bool:

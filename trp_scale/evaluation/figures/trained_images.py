@@ -144,12 +144,13 @@ class TrainedImages(TrainedRun):
 
     def __init__(self, source: Path | str, data: str = "") -> None:
         super().__init__(source, data)
-        config, self.perturbation = self.config, None
+        config = self.config
+        self.perturbation: Tensor | None = None
         self.objective = MaskedPatchReconstruction(config.objective, config.vision.patch_size)
         self.shape = perturbation_shape(config.model, config.vision, config.adversary)
         if self.shape is not None:
             hooks = read_hooks_state(self.checkpoint, self.run.document)
-            self.perturbation: Tensor | None = hooks["adversary"]["tensors"]["vector"]
+            self.perturbation = hooks["adversary"]["tensors"]["vector"]
 
     def make_model(self) -> nn.Module:
         return MaskedAutoencoder(self.config)

@@ -200,8 +200,16 @@ class ImageProbe:
         if second_stage is None:
             return None
         test = self.arguments.test
-        reason = "it needs a test set; give --test DIR" if test is None else check_stage_two(second_stage, test)
-        if reason is not None:
+        reason, data = "" if test else "it needs a test set; give --test DIR", second_stage.config.data.path
+        try:
+            if test is not None:
+                check_test(second_stage.config, test)
+        except (DataError, RefusedError) as error:
+            reason = str(error) if Path(data).exists() else ""
+            if not reason:
+                compared = "test images were not compared with the images that the masks were learned from"
+                logger.warning("%s does not exist: %s", data, compared)
+        if reason:
             logger.warning("%s is left out: %s", NAME, reason)
             return None
         # All test images, at the size that the head was trained with.
@@ -284,21 +292,6 @@ def stage_two(path: str) -> StageTwo | None:
         weight=head["weight"]["value"].float(),
         bias=head["bias"]["value"].float(),
     )
-
-
-def check_stage_two(second_stage: StageTwo, test: Path) -> str | None:
-    """Return the reason why the accuracy on this test set is meaningless; `None` if it is valid."""
-    try:
-        check_test(second_stage.config, test)
-    except (DataError, RefusedError) as error:
-        if not Path(second_stage.config.data.path).exists():
-            logger.warning(
-                "%s does not exist: test images were not compared with the images that the masks were learned from",
-                second_stage.config.data.path,
-            )
-            return None
-        return str(error)
-    return None
 
 
 @while_training

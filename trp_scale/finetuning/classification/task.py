@@ -62,7 +62,17 @@ class ClassificationTask(ImageTask[ClassificationTaskConfig]):
         train = open_labelled(config.data.path)
         measured = open_labelled(test_path) if test_path else train
         config.downstream.classes = len(train.classes)
-        check_classes(train, measured)
+        if train.meta.classes is not None and measured.meta.classes not in (None, train.meta.classes):
+            raise RefusedError(
+                f"--downstream.test_path has {len(measured.classes)} classes ({', '.join(measured.classes[:3])}, ...), "
+                f"--data.path {len(train.classes)} ({', '.join(train.classes[:3])}, ...); allowed: the same names in "
+                "the same order"
+            )
+        if len(measured.classes) > len(train.classes):
+            raise RefusedError(
+                f"--downstream.test_path has images of class {len(measured.classes) - 1}, --data.path has "
+                f"{len(train.classes)} classes, from 0; allowed: the same classes"
+            )
         groups, rows = None, train.rows(TrainingImages(config, train.datasets, train.meta))
         measured_rows = measured.rows(MeasuredImages(config, measured.datasets, measured.meta))
         if source := config.downstream.groups:
@@ -228,21 +238,6 @@ def open_labelled(path: str) -> LabelledImages:
         highest = max(int(dataset.samples.labels.max()) for dataset in datasets)
         classes = tuple(str(number) for number in range(1 + highest))
     return LabelledImages(paths=paths, datasets=datasets, meta=meta, classes=classes)
-
-
-def check_classes(train: LabelledImages, measured: LabelledImages) -> None:
-    """Refuse measured classes that the training data does not have."""
-    if train.meta.classes is not None and measured.meta.classes not in (None, train.meta.classes):
-        raise RefusedError(
-            f"--downstream.test_path has {len(measured.classes)} classes ({', '.join(measured.classes[:3])}, ...), "
-            f"--data.path {len(train.classes)} ({', '.join(train.classes[:3])}, ...); allowed: the same names in the "
-            "same order"
-        )
-    if len(measured.classes) > len(train.classes):
-        raise RefusedError(
-            f"--downstream.test_path has images of class {len(measured.classes) - 1}, --data.path has "
-            f"{len(train.classes)} classes, from 0; allowed: the same classes"
-        )
 
 
 class ImageClassification(TaskObjective):

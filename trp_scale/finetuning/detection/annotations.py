@@ -352,7 +352,17 @@ def read_voc(path: Path, images: str = "") -> Annotations:
     Raises:
         DataError: a file is missing, damaged or of another format; names the file.
     """
-    root, names = _list_images(path)
+    if path.is_dir():
+        root, names = path, sorted(file.stem for file in (path / "Annotations").glob("*.xml"))
+    else:
+        parent = next((parent for parent in path.parents if (parent / "Annotations").is_dir()), None)
+        if parent is None:
+            raise DataError(
+                f"{path}: no parent folder has Annotations; expected: a list in Pascal VOC's ImageSets/Main"
+            )
+        root, names = parent, [words[0] for line in read_lines(path, DataError) if (words := line.split())]
+        if wrong := next((name for name in names if not is_plain_name(name)), ""):
+            raise DataError(f"{path}: {quote(wrong)} found, a plain file name expected")
     digest = hashlib.blake2b(digest_size=16)
     described = []
     for name in names:
@@ -378,19 +388,6 @@ def read_voc(path: Path, images: str = "") -> Annotations:
         image_ids=names,
         category_ids=tuple(range(1, 1 + len(classes))),
     )
-
-
-def _list_images(path: Path) -> tuple[Path, list[str]]:
-    """Return the folder with Annotations, and the names of the images."""
-    if path.is_dir():
-        return path, sorted(file.stem for file in (path / "Annotations").glob("*.xml"))
-    root = next((parent for parent in path.parents if (parent / "Annotations").is_dir()), None)
-    if root is None:
-        raise DataError(f"{path}: no parent folder has Annotations; expected: a list in Pascal VOC's ImageSets/Main")
-    names = [words[0] for line in read_lines(path, DataError) if (words := line.split())]
-    if wrong := next((name for name in names if not is_plain_name(name)), ""):
-        raise DataError(f"{path}: {quote(wrong)} found, a plain file name expected")
-    return root, names
 
 
 def _parse_annotation(

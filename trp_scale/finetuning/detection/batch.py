@@ -83,17 +83,6 @@ class Placement:
         cut: Floats = np.clip(placed, 0.0, [end, bottom, end, bottom])
         return cut
 
-    def invert_boxes(self, boxes: Floats) -> Floats:
-        """Transform visible boxes [n, 4] of the square back to the image."""
-        height, width = (new / old for new, old in zip(self.resized, self.size, strict=True))
-        left, right = boxes[:, 0] + self.left, boxes[:, 2] + self.left
-        if self.flip:
-            left, right = self.resized[1] - right, self.resized[1] - left
-        shares: Floats = np.stack(
-            [left / width, (boxes[:, 1] + self.top) / height, right / width, (boxes[:, 3] + self.top) / height], axis=1
-        )
-        return shares
-
     def mask(self, mask: npt.NDArray[np.uint8], box: Floats, grid: int) -> Tensor:
         """Return an object's mask on a grid over its box: covered share of each cell x 255, [grid, grid] uint8.
 
@@ -102,7 +91,12 @@ class Placement:
             box: [4] in the square.
             grid: cells along each side.
         """
-        source = torch.from_numpy(self.invert_boxes(box[None])).float()  # [1, 4]
+        height, width = (new / old for new, old in zip(self.resized, self.size, strict=True))
+        left, right = box[0] + self.left, box[2] + self.left
+        if self.flip:
+            left, right = self.resized[1] - right, self.resized[1] - left
+        top, bottom = (box[1] + self.top) / height, (box[3] + self.top) / height
+        source = torch.tensor([[left / width, top, right / width, bottom]], dtype=torch.float32)  # in the image
         whole = torch.from_numpy(mask).float()[None, None]  # [1, 1, H, W]
         # The default sampling ratio averages over all pixels of a cell.
         cells: Tensor = roi_align(whole, [source], (grid, grid), aligned=True)[0, 0]  # [grid, grid]

@@ -207,20 +207,14 @@ class DetectionMetrics(CollectedDetections):
         Raises:
             RefusedError: the measured images have no objects.
         """
-        figures = self._average_precisions(group)
-        speed = None if self._speed is None else self._speed.images_per_second(group)
-        return figures if speed is None else {**figures, "detail": {**figures["detail"], SPEED: speed}}
-
-    def _average_precisions(self, group: Group) -> dict[str, Any]:
         gathered = self.gather(group)
-        if self._datasets[0].voc:
-            return voc_figures(self._datasets, gathered)
-        figures, detail = coco_figures(self._datasets, gathered, "bbox")
-        if any(image.masks for image in gathered):
+        figures, detail = (voc_figures if self._datasets[0].voc else coco_figures)(self._datasets, gathered)
+        if not self._datasets[0].voc and any(image.masks for image in gathered):
             masks, of_masks = coco_figures(self._datasets, gathered, "segm")
             figures |= {f"mask_{name}": value for name, value in masks.items()}
             detail |= {f"mask_{name}": value for name, value in of_masks.items()}
-        return {**figures, "detail": detail}
+        speed = None if self._speed is None else self._speed.images_per_second(group)
+        return {**figures, "detail": detail if speed is None else {**detail, SPEED: speed}}
 
 
 def to_image_pixels(target: Target, size: Sequence[int], resized: Sequence[int]) -> dict[str, Any]:
@@ -251,7 +245,11 @@ def to_image_pixels(target: Target, size: Sequence[int], resized: Sequence[int])
     }
 
 
-def voc_figures(datasets: Sequence[Annotations], images: Sequence[ImageDetections]) -> dict[str, Any]:
+Figures = tuple[dict[str, float], dict[str, Any]]
+"""Metrics by name, and values by class."""
+
+
+def voc_figures(datasets: Sequence[Annotations], images: Sequence[ImageDetections]) -> Figures:
     """Return the mean over classes of the average precision, the values by class, and precision and recall of all
     classes together at each IoU, of detections with a score of CONFIDENT or more. Precision is 0 without detections."""
     of_class = {}
@@ -272,7 +270,7 @@ def voc_figures(datasets: Sequence[Annotations], images: Sequence[ImageDetection
         if value is not None:
             of_class[name] = value
         total += count_objects(truths)
-        confident = ClassDetections(*(column[detections.scores >= CONFIDENT] for column in detections))
+        confident = ClassDetections(*(part[detections.scores >= CONFIDENT] for part in detections))  # type: ignore[arg-type]
         matches = [match_detections(truths, confident, overlap) for overlap in OVERLAPS]
         counts += [(int(right.sum()), len(right)) for right in matches]
     if not of_class:
@@ -281,12 +279,10 @@ def voc_figures(datasets: Sequence[Annotations], images: Sequence[ImageDetection
     for overlap, (right, detected) in zip(OVERLAPS, counts.tolist(), strict=True):
         figures[f"precision{100 * overlap:.0f}"] = right / max(1, detected)
         figures[f"recall{100 * overlap:.0f}"] = right / total
-    return {**figures, "detail": {VOC_METRIC: of_class}}
+    return figures, {VOC_METRIC: of_class}
 
 
-def coco_figures(
-    datasets: Sequence[Annotations], images: Sequence[ImageDetections], kind: str
-) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
+def coco_figures(datasets: Sequence[Annotations], images: Sequence[ImageDetections], kind: str = "bbox") -> Figures:
     """Return COCO's metrics by name and AP by class, through pycocotools; `kind` is bbox or segm."""
     mask_functions()  # refuses if pycocotools is missing
     from pycocotools.coco import COCO
@@ -370,15 +366,13 @@ class PredictedObjects(CollectedDetections):
     def finish(self) -> list[Path]:
         images = self.gather(self._group)
 
-        def read_entries() -> Iterator[dict[str, Any]]:
-            for image in images:
-                member, number = image.address
-                data = self._datasets[member]
-                yield from image.entries(data.image_ids[number], data.category_ids)
-
         def write() -> None:
+            entries: list[dict[str, Any]] = []
+            for image in images:
+                data, number = self._datasets[image.address[0]], image.address[1]
+                entries += image.entries(data.image_ids[number], data.category_ids)
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            write_text(self._path, json.dumps(list(read_entries())))
+            write_text(self._path, json.dumps(entries))
 
         on_rank_zero(self._group, f"writing {self._path}", write)
         return [self._path]

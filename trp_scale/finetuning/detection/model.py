@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -258,7 +258,19 @@ class Detector(OnImageEncoder):
         whole = detection.whole_blocks or quarters(config.model.layers)
         self.encoder = ImageEncoder(config, window=detection.window, whole=whole)
         self.pyramid = PYRAMIDS[detection.pyramid](config.model.hidden_size, detection.width)
-        self.rpn = _proposals(detection, patch_size)
+        anchors = tuple((2 * patch_size * 2**level,) for level in range(len(LEVELS) + 1))
+        train, test = detection.train_proposals, detection.test_proposals
+        self.rpn = RegionProposalNetwork(
+            AnchorGenerator(anchors, (RATIOS,) * len(anchors)),
+            SingleProposalHead(detection.width, len(RATIOS), conv_depth=detection.rpn_convolutions),
+            fg_iou_thresh=0.7,
+            bg_iou_thresh=0.3,
+            batch_size_per_image=detection.rpn_samples,
+            positive_fraction=0.5,
+            pre_nms_top_n={"training": 2 * train, "testing": test},
+            post_nms_top_n={"training": train, "testing": test},
+            nms_thresh=0.7,
+        )
         self.roi_heads = build_heads(detection, patch_size, 1 + config.downstream.classes)
         self._after = self.pyramid.block_numbers(config.model.layers)
         initialise_vision(self.encoder, seed=config.training.seed, std=config.model.initializer_range)
@@ -281,36 +293,14 @@ class Detector(OnImageEncoder):
         """
         for part in (self.rpn, self.roi_heads):  # the mode only selects losses or detections: no dropout, no statistics
             part.train(targets is not None)
-        with self._own_precision(images.device):
+        dtype = self.encoder.cls_token.dtype  # DeepSpeed's weights may have 16 bits; the pyramid's levels are float32
+        half = dtype in (torch.bfloat16, torch.float16)
+        with torch.autocast(images.device.type, dtype) if half else nullcontext():
             levels = self.pyramid(self.encoder(images, self._after))
             sizes = [(images.shape[-2], images.shape[-1])] * len(images)
             proposals, proposal_losses = self.rpn(ImageList(images, sizes), levels, targets)
             detections, losses = self.roi_heads(levels, proposals, sizes, targets)
         return detections if targets is None else {**proposal_losses, **losses}
-
-    def _own_precision(self, device: torch.device) -> AbstractContextManager[Any]:
-        """Return autocast for DeepSpeed's 16-bit weights, since the pyramid's levels are float32."""
-        dtype = self.encoder.cls_token.dtype
-        if dtype in (torch.bfloat16, torch.float16):
-            return torch.autocast(device.type, dtype)
-        return nullcontext()
-
-
-def _proposals(detection: DetectionConfig, patch_size: int) -> RegionProposalNetwork:
-    sizes = tuple((2 * patch_size * 2**level,) for level in range(len(LEVELS) + 1))
-    anchors = AnchorGenerator(sizes, (RATIOS,) * len(sizes))
-    train, test = detection.train_proposals, detection.test_proposals
-    return RegionProposalNetwork(
-        anchors,
-        SingleProposalHead(detection.width, len(RATIOS), conv_depth=detection.rpn_convolutions),
-        fg_iou_thresh=0.7,
-        bg_iou_thresh=0.3,
-        batch_size_per_image=detection.rpn_samples,
-        positive_fraction=0.5,
-        pre_nms_top_n={"training": 2 * train, "testing": test},
-        post_nms_top_n={"training": train, "testing": test},
-        nms_thresh=0.7,
-    )
 
 
 def build_heads(detection: DetectionConfig, patch_size: int, classes: int) -> RoIHeads | CascadeHeads:

@@ -272,25 +272,21 @@ class GlueMetrics:
                 figures[named] = compute(predicted, labels)
                 if self._learned is not None:
                     figures[CONSTANT + named] = constant_figure(figure, compute, self._learned, labels)
-            figures["detail"][name or "all"] = {"rows": len(labels), **_by_label(self._task, predicted, labels)}
+            of_labels = {
+                label: {
+                    "rows": int((labels == code).sum()),
+                    "predicted": int((predicted == code).sum()),
+                    "right": int(((labels == code) & (predicted == code)).sum()),
+                }
+                for code, label in enumerate(FORMATS[self._task].names)
+            }
+            figures["detail"][name or "all"] = {"rows": len(labels), **of_labels}
         return figures
 
 
 def figure_name(figure: str, measured_set: str) -> str:
     """Return accuracy, or accuracy_matched for the set matched."""
     return f"{figure}_{measured_set}" if measured_set else figure
-
-
-def _by_label(task: str, predicted: Values, labels: Values) -> dict[str, Any]:
-    """Return for each label the number of its rows, predictions and correct predictions."""
-    return {
-        name: {
-            "rows": int((labels == number).sum()),
-            "predicted": int((predicted == number).sum()),
-            "right": int(((labels == number) & (predicted == number)).sum()),
-        }
-        for number, name in enumerate(FORMATS[task].names)
-    }
 
 
 class GlueSubmission:

@@ -67,7 +67,13 @@ class LearnedMasks(Hook):
         objective: PatchObjective = run.objective  # type: ignore[assignment]  # checked with the settings
         assert run.make_engine is not None, "masks are learned in a run that can make a second engine"
         config = masked_config(run)
-        network = run.make_engine(NETWORKS[settings.network](config), network_config(config))
+        # AdamW's eps contains the inner learning rate because hypergradients do; with a larger eps the network would
+        # not move.
+        sized, optimizer = copy.deepcopy(config), config.optimizer
+        sized.optimizer.kind, sized.optimizer.clipping, sized.optimizer.lr = "adamw", 0.0, settings.lr
+        sized.optimizer.weight_decay, sized.optimizer.eps = settings.weight_decay, settings.network_eps(optimizer.lr)
+        sized.training.compile = sized.training.activation_checkpointing = "none"
+        network = run.make_engine(NETWORKS[settings.network](config), sized)
         self.masker = Masker(config, network, objective)
         self.outer = outer(run, MaskDerivative(objective, hard=settings.selection == "hard"), self.clock)
         self.inner_steps = 0
@@ -184,17 +190,6 @@ def masks_from_a_head(settings: HeadSettings, run: RunContext) -> LearnedMasks:
 masks_from_a_joint_step = partial(LearnedMasks, outer=JointValidationLoss)
 masks_from_fine_tuning = partial(LearnedMasks, outer=FineTunedValidationLoss)
 masks_that_raise_the_loss = partial(LearnedMasks, outer=RaisedReconstruction)
-
-
-def network_config(config: MaskedAutoencoderConfig) -> MaskedAutoencoderConfig:
-    """Return the run's settings with the optimizer of the masking network. AdamW's eps contains the inner learning rate
-    because hypergradients do; with a larger eps the network would not move."""
-    network, settings = copy.deepcopy(config), config.multilevel
-    network.optimizer.kind, network.optimizer.clipping = "adamw", 0.0
-    network.optimizer.lr, network.optimizer.weight_decay = settings.lr, settings.weight_decay
-    network.optimizer.eps = settings.network_eps(config.optimizer.lr)
-    network.training.compile = network.training.activation_checkpointing = "none"
-    return network
 
 
 class LevelClock:

@@ -3,6 +3,7 @@ encoder to timm as a vision transformer of images."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -114,7 +115,8 @@ def load_multimae(
     names, parameters = weight_names(model), dict(model.named_parameters())
     present = {find_part(name) for name in parameters if any(source in tensors for source in names.sources(name))}
     kept = [name for name in parameters if find_part(name) not in present]
-    embedded = {name: modality for name in parameters if (modality := _embedded_modality(name))}
+    embeddings = (re.fullmatch(r"decoders\..*?(\w+)_embedding", name) for name in parameters)
+    embedded = {match[0]: match[1] for match in embeddings if match}
     absent = [modality for modality in model.inputs if f"tokenisers.{modality}" not in present]
     fresh = [name for name, modality in embedded.items() if modality in absent]
     unused = [name for name, modality in embedded.items() if modality not in model.inputs]
@@ -125,12 +127,6 @@ def load_multimae(
     started = [listed_names(kept)] * bool(kept) + [f"embeddings of {modality} in decoders" for modality in absent]
     lines = {"left out": listed_names(left_out), "left at their start": ", ".join(started)}
     return [f"{what}: {listed}" for what, listed in lines.items() if listed]
-
-
-def _embedded_modality(name: str) -> str:
-    """Return the modality that a parameter of a decoder embeds, "" for other parameters."""
-    last = name.rpartition(".")[2]
-    return last.removesuffix("_embedding") if name.startswith("decoders.") and last.endswith("_embedding") else ""
 
 
 def sizes_from_weights(source: GivenWeights) -> dict[tuple[str, str], Any]:

@@ -112,18 +112,15 @@ def _draw_split(rows: TextRows, pieces: Integers, draws: Words) -> Integers:
     split = np.take_along_axis(ends, cut[:, None], axis=1)[:, 0]
     single = np.flatnonzero(counts == 0)
     if single.size:
-        split[single] = _split_sentence(rows.tags[rows.own[single]], pieces[single], draws[single])
+        # Inside the only sentence of a row, at the start of a word, or anywhere in a single word
+        tags, pieces, draws = rows.tags[rows.own[single]], pieces[single], draws[single]
+        column = np.arange(tags.shape[1])
+        starts = ((tags & WORD_START) != 0) & (column > 0) & (column < pieces[:, None])  # [R, P]
+        counts = starts.sum(axis=1)
+        at_word = _nth_true(starts, below(draws, counts))
+        anywhere = 1 + below(draws, np.maximum(pieces - 1, 1))
+        split[single] = np.where(counts > 0, at_word, np.minimum(anywhere, pieces))
     return split
-
-
-def _split_sentence(tags: npt.NDArray[np.uint8], pieces: Integers, draws: Words) -> Integers:
-    """Draw a split inside the only sentence of a row: at the start of a word, or anywhere in a single word."""
-    column = np.arange(tags.shape[1])
-    starts = ((tags & WORD_START) != 0) & (column > 0) & (column < pieces[:, None])  # [R, P]
-    counts = starts.sum(axis=1)
-    at_word = _nth_true(starts, below(draws, counts))
-    anywhere = 1 + below(draws, np.maximum(pieces - 1, 1))
-    return np.where(counts > 0, at_word, np.minimum(anywhere, pieces))
 
 
 def _tails(ends: Integers, room: Integers) -> tuple[Integers, Integers]:

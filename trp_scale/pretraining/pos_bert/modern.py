@@ -118,12 +118,6 @@ def window_mask(mask: Tensor | None, length: int, reach: int, queries: Tensor) -
     return near if mask is None else near & mask | (distances == 0)
 
 
-def count_pairs(lengths: Tensor, reach: int) -> Tensor:
-    """Return the number of pairs of positions at most `reach` apart in segments of these lengths."""
-    near = lengths.clamp(max=reach + 1)
-    return near**2 + (lengths - near) * (2 * reach + 1)
-
-
 def outside_flops(model: TextModelConfig, lengths: Tensor, rows: int, length: int, *, last_queries: int) -> float:
     """Return the FLOPs of attention in a forward pass from queries to keys outside their window or segment.
 
@@ -134,7 +128,9 @@ def outside_flops(model: TextModelConfig, lengths: Tensor, rows: int, length: in
     spared = 0.0
     for number in range(model.layers):
         reach = model.local_attention // 2 if number % model.global_every else length
-        share = 1 - float(count_pairs(lengths.double(), reach).sum()) / (rows * length**2)
+        near = lengths.double().clamp(max=reach + 1)
+        pairs = near**2 + (lengths - near) * (2 * reach + 1)  # of positions at most `reach` apart
+        share = 1 - float(pairs.sum()) / (rows * length**2)
         queries = length if number < model.layers - 1 else last_queries
         spared += share * rows * queries * length
     return 4 * model.hidden_size * spared  # products of queries and keys, and of weights and values

@@ -285,17 +285,13 @@ class TextUpstream(Upstream):
         settings, vocab_size = self.config.model, self.meta.vocab_size
         model = MODELS[settings.kind](settings, vocab_size=vocab_size, seed=self.config.training.seed)
         if self.config.objective.output_bias == "frequency":
-            model.set_output_bias(self._log_frequencies())
+            batch = self._first_rows()
+            counts = piece_counts(batch, self.meta)
+            digest = hashlib.blake2b(counts.numpy().tobytes(), digest_size=16).hexdigest()
+            self._group.require_equal(digest, f"what the first {batch.rows} rows of {self.config.data.path} hold")
+            model.set_output_bias(((counts + 1.0) / (counts + 1.0).sum()).log())
         self.start_from_weights(model, load_transformers)
         return model
-
-    def _log_frequencies(self) -> Tensor:
-        """Return the log frequency of each piece in the first rows of the training order, [V]."""
-        batch = self._first_rows()
-        counts = piece_counts(batch, self.meta)
-        digest = hashlib.blake2b(counts.numpy().tobytes(), digest_size=16).hexdigest()
-        self._group.require_equal(digest, f"what the first {batch.rows} rows of {self.config.data.path} hold")
-        return ((counts + 1.0) / (counts + 1.0).sum()).log()
 
     def save_assets(self, run_dir: Path, world: Group) -> None:
         copy_tokenizer(run_dir, Path(self.meta.tokenizer_directories[0]), world)
