@@ -46,9 +46,17 @@ FEEDER_SECONDS = 1.0
 
 
 class BatchBuilder(Protocol):
-    """Builds a batch from the addresses of its rows; independent of order, cursors and workers."""
+    """Builds a batch from the addresses of its rows; independent of order, cursors and workers.
 
-    def build(self, addresses: Addresses, start: int) -> Batch: ...
+    Attributes:
+        limit: maximum number of masked positions of a row.
+    """
+
+    limit: int = 0
+
+    def build(self, addresses: Addresses, start: int) -> Batch:
+        """Build the batch of rows at `addresses`; the first is at position `start` of the source."""
+        ...
 
 
 class Fetcher(Dataset[Batch]):

@@ -7,7 +7,7 @@ import hashlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -43,13 +43,6 @@ Chosen = npt.NDArray[np.bool_]
 """[n] mask of the blocks of a data set that belong to a source."""
 
 
-class LimitedBuilder(BatchBuilder, Protocol):
-    """Batch builder that predicts at most `limit` positions of a sequence."""
-
-    @property
-    def limit(self) -> int: ...
-
-
 @dataclass(frozen=True, kw_only=True)
 class Rows:
     """Opened data sets of one kind.
@@ -78,7 +71,7 @@ class Rows:
         cls,
         datasets: Sequence[TextDataset | ImageDataset],
         meta: TextMeta | ImageMeta,
-        builder: LimitedBuilder,
+        builder: BatchBuilder,
         labels: list[Integers] | None = None,
     ) -> Rows:
         """Create the rows of opened data sets."""

@@ -157,7 +157,7 @@ def image_groups(
 
 
 @dataclass(frozen=True, kw_only=True)
-class GroupedBuilder:
+class GroupedBuilder(BatchBuilder):
     """Adds the field `groups`, [R] int64, to the batches of a builder; see `fetch.BatchBuilder`.
 
     Attributes:
@@ -170,7 +170,6 @@ class GroupedBuilder:
     numbers: list[Integers]
 
     def build(self, addresses: Addresses, start: int) -> Batch:
-        """Build the batch of rows at `addresses`; the first is at position `start` of the source."""
         batch = self.builder.build(addresses, start)
         groups = np.full(len(addresses.member), NO_GROUP)
         for member, (first, numbers) in enumerate(zip(self.first, self.numbers, strict=True)):

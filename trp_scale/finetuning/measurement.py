@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import importlib.util
 import io
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -34,6 +35,12 @@ from trp_scale.finetuning.encoders import load_weights
 from trp_scale.models.batch_norm import RunningStatistics, batch_norms, load_statistics
 from trp_scale.reporting.results import RESULTS_FILE, read_results
 from trp_scale.storage.files import atomic_write
+
+
+def require_scikit_learn() -> None:
+    """Raise RefusedError if scikit-learn, which needs scipy, is not installed."""
+    if importlib.util.find_spec("sklearn") is None:
+        raise RefusedError("scikit-learn is not installed; run: pip install 'trp-scale[evaluation]'")
 
 
 class Collector(Protocol):

@@ -357,14 +357,13 @@ class SampledRows:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SampledRowsBuilder:
+class SampledRowsBuilder(BatchBuilder):
     """Builds batches of sampled rows with the builder of the whole data sets; see `fetch.BatchBuilder`."""
 
     builder: BatchBuilder
     chosen: Sequence[SampledRows]
 
     def build(self, addresses: Addresses, start: int) -> Batch:
-        """Build the batch of rows at `addresses`; the first is at position `start` of the source."""
         block, row, member = (np.zeros_like(addresses.block) for _ in range(3))
         for number, chosen in enumerate(self.chosen):
             here = addresses.present & (addresses.member == number)

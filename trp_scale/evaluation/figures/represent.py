@@ -43,10 +43,9 @@ from trp_scale.evaluation.figures.features import (
 )
 from trp_scale.evaluation.figures.pictures import Picture, draw_trained, figure_class
 from trp_scale.evaluation.figures.trained_images import load_trained
-from trp_scale.evaluation.probe.classifiers import require_scikit_learn
 from trp_scale.finetuning.arguments import SCRATCH
 from trp_scale.finetuning.classification.settings import ClassificationTaskConfig
-from trp_scale.finetuning.measurement import ReadRun, open_run, read_run
+from trp_scale.finetuning.measurement import ReadRun, open_run, read_run, require_scikit_learn
 from trp_scale.pretraining.base import find_upstream
 from trp_scale.reporting.comparison import names
 from trp_scale.reporting.document import Page, PageSection, Pictures, Sentences, page_text

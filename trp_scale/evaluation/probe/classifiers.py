@@ -9,7 +9,6 @@ knn: weighted nearest neighbours (Wu et al. 2018, 3.4; DINO: Caron et al. 2021)
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
 import logging
 import tempfile
@@ -221,12 +220,6 @@ def shuffle(train: LabelledFeatures, size: int, epochs: int, seed: int) -> Itera
         for first in range(0, len(order) - size + 1, size):
             rows = order[first : first + size]
             yield torch.from_numpy(train.features[rows]), torch.from_numpy(train.labels[rows])
-
-
-def require_scikit_learn() -> None:
-    """Raise RefusedError if scikit-learn is not installed."""
-    if importlib.util.find_spec("sklearn") is None:
-        raise RefusedError("scikit-learn is not installed; run: pip install 'trp-scale[evaluation]'")
 
 
 def logistic_regression(train: LabelledFeatures, features: Features, settings: LogisticSettings) -> Integers:

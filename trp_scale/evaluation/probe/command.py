@@ -36,12 +36,11 @@ from trp_scale.evaluation.probe.classifiers import (
     all_features,
     classify,
     fit_fresh,
-    require_scikit_learn,
 )
 from trp_scale.finetuning.arguments import SCRATCH
 from trp_scale.finetuning.classification.settings import ClassificationTaskConfig
 from trp_scale.finetuning.groups import Groups
-from trp_scale.finetuning.measurement import open_run
+from trp_scale.finetuning.measurement import open_run, require_scikit_learn
 from trp_scale.methods.learned_masks.second_levels import FINE_TUNED
 from trp_scale.methods.learned_masks.settings import FineTuningSettings
 from trp_scale.pretraining.mae.settings import MaeConfig
@@ -63,13 +62,15 @@ class ImageProbe:
     """
 
     def __init__(self, arguments: ProbeArguments, environment: Environment) -> None:
+        from trp_scale.evaluation.probe.images import open_probed  # with timm, which text goes without
+
         self.arguments, self.environment, self.world = arguments, environment, environment.world
         self.config = self.settings(arguments.image_size)
-        self.train = self.open(self.config, arguments.data)
+        self.train = open_probed(self.config, arguments.data)
         self.test: ProbedImages | None = None
         if arguments.test is not None:
             check_test(self.config, arguments.test)
-            self.test = self.open(self.config, str(arguments.test))
+            self.test = open_probed(self.config, str(arguments.test))
         self.split = arguments.split or ("dev" if arguments.test is None else "test")
         self.fresh = arguments.method == "linear" and arguments.linear.crops == "fresh"  # runs in every epoch
         self.fraction = 0.0 if arguments.test is not None else arguments.validation_fraction  # held out and measured
@@ -89,12 +90,6 @@ class ImageProbe:
         config.data.path, config.data.workers = arguments.data, arguments.workers
         config.augmentation.measured, config.augmentation.centre_share = arguments.seen, arguments.centre_share
         return config
-
-    def open(self, config: ClassificationTaskConfig, path: str) -> ProbedImages:
-        """Open shards of images with classes."""
-        from trp_scale.evaluation.probe.images import open_probed  # with timm, which text goes without
-
-        return open_probed(config, path)
 
     @property
     def description(self) -> str:
@@ -212,11 +207,13 @@ class ImageProbe:
         if reason:
             logger.warning("%s is left out: %s", NAME, reason)
             return None
+        from trp_scale.evaluation.probe.images import open_probed
+
         # All test images, at the size that the head was trained with.
         settings = second_stage.config
         config = self.settings(settings.crops.size)
         encoder = self.encoder(config, str(settings.multilevel.pooling), weights=second_stage.encoder_weights())
-        features, _ = all_features(encoder, self.open(config, str(test)), self.world, self.arguments.cache)
+        features, _ = all_features(encoder, open_probed(config, str(test)), self.world, self.arguments.cache)
 
         def judge() -> SeedResult:
             assert features is not None, "rank 0 has the features"

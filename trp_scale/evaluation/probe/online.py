@@ -38,15 +38,13 @@ from trp_scale.evaluation.probe.classifiers import (
     extract,
     logistic_regression,
     nearest_neighbours,
-    require_scikit_learn,
 )
 from trp_scale.evaluation.probe.sentences import BAD_LINES, draw_rows_alike, pair_vectors
 from trp_scale.finetuning.classification.settings import ClassificationTaskConfig
 from trp_scale.finetuning.encoders import encoder_from_run
 from trp_scale.finetuning.glue.folders import Examples, read_glue
 from trp_scale.finetuning.glue.settings import GlueTaskConfig
-from trp_scale.finetuning.glue.task import require_libraries
-from trp_scale.finetuning.measurement import all_blocks
+from trp_scale.finetuning.measurement import all_blocks, require_scikit_learn
 
 if TYPE_CHECKING:
     from trp_scale.evaluation.probe.images import BlockMasks, ProbedImages
@@ -262,7 +260,6 @@ class SentenceRows:
     """
 
     def __init__(self, settings: ProbesSettings, run: RunContext) -> None:
-        require_libraries()
         self.settings, self.run = settings, run
         self.config = GlueTaskConfig()
         encoder_from_run(run.config, NAME, dict).adopt(self.config)

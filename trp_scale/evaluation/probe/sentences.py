@@ -22,8 +22,9 @@ from trp_scale.evaluation.encoders import TextEncoder, load_encoder
 from trp_scale.evaluation.probe.classifiers import Features, LabelledFeatures, logistic_regression
 from trp_scale.finetuning.glue.folders import FORMATS, Examples, read_glue, require_folders
 from trp_scale.finetuning.glue.settings import GlueTaskConfig
-from trp_scale.finetuning.glue.task import FIGURES, figure_name, require_libraries
+from trp_scale.finetuning.glue.task import FIGURES, figure_name
 from trp_scale.finetuning.groups import Groups
+from trp_scale.finetuning.measurement import require_scikit_learn
 from trp_scale.finetuning.task import label_counts
 from trp_scale.reporting.results import SeedResult, TaskResult, join
 
@@ -45,7 +46,7 @@ def probe_sentences(arguments: ProbeArguments) -> list[TaskResult]:
         RefusedError: an image encoder, flags for images, a missing task, or fewer rows than --rows.
         DataError: files that cannot be read.
     """
-    require_libraries()
+    require_scikit_learn()
     encoder, root = load_encoder(arguments.from_), Path(arguments.data)
     if not isinstance(encoder, TextEncoder):
         raise RefusedError(

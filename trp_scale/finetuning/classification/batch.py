@@ -23,6 +23,7 @@ from torchvision.transforms.v2 import ColorJitter, functional
 
 from trp_scale.config.images import CropConfig
 from trp_scale.core.batch import Batch
+from trp_scale.data.fetch import BatchBuilder
 from trp_scale.data.hashing import Words, mix, name_hash
 from trp_scale.data.images.crops import GREY, Cropper, cut_images
 from trp_scale.data.images.dataset import DecodedRows, ImageDataset, ImageMeta, RowReader
@@ -134,7 +135,7 @@ _AUGMENT = np.uint64(name_hash("augment"))
 _PAIR = np.uint64(name_hash("augment: pair"))
 
 
-class TrainingImages:
+class TrainingImages(BatchBuilder):
     """Builds batches of R augmented images of S x S pixels, with targets over C classes.
 
     Fields of the batch:
@@ -147,8 +148,6 @@ class TrainingImages:
     two micro-batches, so the global batch does not depend on how it is split.
     """
 
-    limit = 0  # no masked positions
-
     def __init__(self, config: ClassificationTaskConfig, datasets: list[ImageDataset], meta: ImageMeta) -> None:
         self._seed = config.training.seed
         self._rows = RowReader(datasets, meta, verify=config.data.verify)
@@ -157,7 +156,6 @@ class TrainingImages:
         self._mixing = PairMixing(config.augmentation, config.downstream.classes)
 
     def build(self, addresses: Addresses, start: int) -> Batch:
-        """Build the batch of rows at `addresses`; the first is at position `start` of the source."""
         began = time.perf_counter()
         states = row_states(addresses, seed=self._seed, maskings=0)
         rows = self._rows.read(addresses, self._cropper.scales(states))
@@ -188,10 +186,8 @@ class TrainingImages:
                 images[pair], targets[pair] = self._mixing(images[pair], labels[pair], word)
 
 
-class MeasuredImages:
+class MeasuredImages(BatchBuilder):
     """Builds batches of measured images without augmentation; fields as `TrainingImages`, with one-hot targets."""
-
-    limit = 0  # no masked positions
 
     def __init__(self, config: ClassificationTaskConfig, datasets: list[ImageDataset], meta: ImageMeta) -> None:
         self._rows = RowReader(datasets, meta, verify=config.data.verify)
@@ -200,7 +196,6 @@ class MeasuredImages:
         self._mode = InterpolationMode[config.crops.interpolation.upper()]
 
     def build(self, addresses: Addresses, start: int) -> Batch:
-        """Build the batch of rows at `addresses`; the first is at position `start` of the source."""
         began = time.perf_counter()
         rows = self._rows.read(addresses)
         count = len(rows.samples)

@@ -18,7 +18,7 @@ from torchvision.transforms.v2 import functional
 from trp_scale.config import RefusedError
 from trp_scale.config.images import CropConfig
 from trp_scale.core.batch import Batch
-from trp_scale.data.hashing import Integers
+from trp_scale.data.fetch import BatchBuilder
 from trp_scale.data.images.crops import GREY, Jitter, distort, draw_distortions, pick_centres
 from trp_scale.data.images.dataset import DecodedSample, ImageDataset, ImageMeta, RowReader
 from trp_scale.data.plan import Addresses, row_states
@@ -26,21 +26,6 @@ from trp_scale.data.sources import Rows
 from trp_scale.finetuning.dense.settings import DenseConfig, DenseTaskConfig, DepthConfig, SegmentationConfig
 from trp_scale.pretraining.modalities.depth import RELATIVE_SCALE, Depth, StoredDepth
 from trp_scale.pretraining.modalities.semseg import VOID, Semseg, StoredClasses
-
-
-@dataclass(frozen=True, kw_only=True)
-class ImageWindows:
-    """Sliding windows over one scaled image.
-
-    Attributes:
-        images: [K, 3, S, S] uint8.
-        corners: [K, 2] top and left of each window in the scaled image.
-        scaled: height and width of the scaled image.
-    """
-
-    images: Tensor
-    corners: Integers
-    scaled: tuple[int, int]
 
 
 class WindowCutter:
@@ -52,15 +37,19 @@ class WindowCutter:
         self._stride = max(1, int(crops.size * (1 - dense.overlap) + 1e-9))
         self._mode = InterpolationMode[crops.interpolation.upper()]
 
-    def cut(self, image: Tensor) -> ImageWindows:
-        """Return the windows of an image [3, H, W] uint8."""
+    def cut(self, image: Tensor) -> dict[str, Tensor]:
+        """Return the windows of an image [3, H, W] uint8, as fields of `WholeBatchBuilder` for one row."""
         size, (height, width) = self.size, image.shape[1:]
         shorter = min(height, width)
         scaled = (size, size) if self._squashed else (round(height * size / shorter), round(width * size / shorter))
         whole = functional.resize(image, list(scaled), interpolation=self._mode, antialias=True)
         corners = [(top, left) for top in self._offsets(scaled[0]) for left in self._offsets(scaled[1])]
         cut = [whole[:, top : top + size, left : left + size] for top, left in corners]
-        return ImageWindows(images=torch.stack(cut), corners=np.array(corners, dtype=np.int64), scaled=scaled)
+        return {
+            "windows": torch.stack(cut),
+            "window_corners": torch.tensor(corners),
+            "scaled_sizes": torch.tensor(scaled),
+        }
 
     def _offsets(self, length: int) -> list[int]:
         """Return the windows' offsets along a side: a stride apart, the last window flush with the end."""
@@ -68,7 +57,7 @@ class WindowCutter:
         return [*range(0, last, self._stride), last]
 
 
-class JitteredBatchBuilder:
+class JitteredBatchBuilder(BatchBuilder):
     """Builds training batches of R crops of S x S pixels.
 
     Fields of the batch:
@@ -80,8 +69,6 @@ class JitteredBatchBuilder:
     Random numbers depend on (training.seed, row key, epoch).
     """
 
-    limit = 0  # no masked positions
-
     def __init__(self, config: DenseTaskConfig, data: DenseData) -> None:
         self._seed = config.training.seed
         self._rows = RowReader(data.datasets, data.meta, verify=config.data.verify)
@@ -90,7 +77,6 @@ class JitteredBatchBuilder:
         self._jitter = Jitter(config.crops, scales, longer=dense.scaled_side == "longer")
 
     def build(self, addresses: Addresses, start: int) -> Batch:
-        """Build the batch of rows at `addresses`; the first is at position `start` of the source."""
         began = time.perf_counter()
         rows = self._rows.read(addresses)
         states = row_states(addresses, seed=self._seed, maskings=0)  # the state changes in each epoch
@@ -110,7 +96,7 @@ class JitteredBatchBuilder:
         return rows.batch(fields, addresses, start=start, began=began)
 
 
-class WholeBatchBuilder:
+class WholeBatchBuilder(BatchBuilder):
     """Builds batches of whole images for evaluation.
 
     Fields of `JitteredBatchBuilder` for the image squashed into the crop, for the loss; and:
@@ -121,8 +107,6 @@ class WholeBatchBuilder:
         whole_semseg or whole_depth [R, H, W]: stored map, padded at right and bottom.
     """
 
-    limit = 0  # no masked positions
-
     def __init__(self, config: DenseTaskConfig, data: DenseData) -> None:
         self._rows = RowReader(data.datasets, data.meta, verify=config.data.verify)
         self._squash = WindowCutter(config.crops, replace(config.dense, measured="squashed"))
@@ -131,7 +115,6 @@ class WholeBatchBuilder:
         self._size, self._maps = config.crops.size, data.maps
 
     def build(self, addresses: Addresses, start: int) -> Batch:
-        """Build the batch of rows at `addresses`; the first is at position `start` of the source."""
         began = time.perf_counter()
         rows = self._rows.read(addresses)
         prepared = [self.prepare(sample, int(addresses.member[row])) for row, sample in enumerate(rows.samples)]
@@ -143,34 +126,27 @@ class WholeBatchBuilder:
         fields = {
             "images": torch.stack(squashed),
             self._maps.name: torch.from_numpy(picked),
-            **_join_windows(windows),
+            **join_rows(windows),
             "sizes": torch.from_numpy(rows.sizes),
             f"whole_{self._maps.name}": torch.from_numpy(whole),
         }
         return rows.batch(fields, addresses, start=start, began=began)
 
-    def prepare(self, sample: DecodedSample | None, member: int) -> tuple[Tensor, ImageWindows, npt.NDArray[Any]]:
+    def prepare(self, sample: DecodedSample | None, member: int) -> tuple[Tensor, dict[str, Tensor], npt.NDArray[Any]]:
         """Return a sample squashed into the crop [3, S, S], its windows, and its map [H, W]; `None` gives grey."""
         if sample is None:
             grey = torch.full((3, self._size, self._size), GREY, dtype=torch.uint8)
-            corner = np.zeros((1, 2), np.int64)
-            windows = ImageWindows(images=grey[None], corners=corner, scaled=(self._size, self._size))
-            return grey, windows, self._maps.empty((1, 1))
+            return grey, self._squash.cut(grey), self._maps.empty((1, 1))
         squashed = self._squash.cut(sample.image)
         windows = squashed if self._cutter is self._squash else self._cutter.cut(sample.image)
-        return squashed.images[0], windows, self._maps.read(sample, member)
+        return squashed["windows"][0], windows, self._maps.read(sample, member)
 
 
-def _join_windows(windows: Sequence[ImageWindows]) -> dict[str, Tensor]:
+def join_rows(windows: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
     """Stack the windows of all rows, padded with zeros to the largest number of windows."""
-    return {
-        "windows": pad_sequence([cut.images for cut in windows], batch_first=True),  # [R, K, 3, S, S]
-        "window_corners": pad_sequence(
-            [torch.from_numpy(cut.corners) for cut in windows], batch_first=True
-        ),  # [R, K, 2]
-        "window_counts": torch.tensor([len(cut.images) for cut in windows], dtype=torch.int64),
-        "scaled_sizes": torch.tensor([cut.scaled for cut in windows], dtype=torch.int64),
-    }
+    counts = torch.tensor([len(cut["windows"]) for cut in windows])
+    fields = {name: pad_sequence([cut[name] for cut in windows], batch_first=True) for name in windows[0]}
+    return {**fields, "window_counts": counts}
 
 
 UNMEASURED = 0.0

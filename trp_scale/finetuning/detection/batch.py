@@ -21,6 +21,7 @@ from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import functional
 
 from trp_scale.core.batch import Batch
+from trp_scale.data.fetch import BatchBuilder
 from trp_scale.data.hashing import Integers, Words, below, mix, name_hash
 from trp_scale.data.images.crops import GREY, uniform
 from trp_scale.data.images.dataset import decode_image
@@ -138,7 +139,7 @@ def _scale_placement(size: list[int], side: int, ratio: float, flip: bool = Fals
     return Placement(size=(height, width), resized=resized, top=0, left=0, flip=flip, side=side)
 
 
-class DetectionBatchBuilder:
+class DetectionBatchBuilder(BatchBuilder):
     """Builds batches of R images in squares of S pixels, with at most K objects each.
 
     Fields of the batch:
@@ -162,7 +163,6 @@ class DetectionBatchBuilder:
         self._masks, self._augment, self._seed = detection.masks == "on", augment, config.training.seed
 
     def build(self, addresses: Addresses, start: int) -> Batch:
-        """Build the batch of rows at `addresses`; the first is at position `start` of the source."""
         began = time.perf_counter()
         images, corrupt = self._read(addresses)
         sizes = np.array([(1, 1) if image is None else image.shape[1:] for image in images], dtype=np.int64)  # [R, 2]

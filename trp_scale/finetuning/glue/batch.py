@@ -18,6 +18,7 @@ from torch import Tensor
 
 from trp_scale.config import RefusedError
 from trp_scale.core.batch import Batch
+from trp_scale.data.fetch import BatchBuilder
 from trp_scale.data.hashing import Integers, Words, name_hash
 from trp_scale.data.plan import Addresses
 from trp_scale.data.text.tokenizer import check_encoding, open_tokenizer, vocabulary_size
@@ -170,7 +171,7 @@ WIDTH_MULTIPLE = 64
 """Packed sequences have a width that is a multiple of this: few shapes, which fit the GPU's tiles."""
 
 
-class GlueBatchBuilder:
+class GlueBatchBuilder(BatchBuilder):
     """Builds batches of rows `[CLS] A [SEP]` or `[CLS] A [SEP] B [SEP]`, without random numbers.
 
     Fields of the batch: R rows are packed into Q sequences of W positions, at most S rows in a sequence.
@@ -217,7 +218,6 @@ class GlueBatchBuilder:
         self._labels = labels.astype(np.float32) if scores else labels.astype(np.int64)
 
     def build(self, addresses: Addresses, start: int) -> Batch:
-        """Build the batch of rows at `addresses`; the first is at position `start` of the source."""
         began = time.perf_counter()
         present = addresses.present
         stored = self._first_row[addresses.member] + addresses.block  # [R]

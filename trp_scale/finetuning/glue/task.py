@@ -6,7 +6,6 @@ all predictions or all labels are equal, is 0, with a warning.
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 from collections.abc import Callable, Mapping
 from fractions import Fraction
@@ -37,7 +36,7 @@ from trp_scale.finetuning.glue.folders import FORMATS, Examples, read_glue
 from trp_scale.finetuning.glue.model import CLASSIFIERS, INPUTS
 from trp_scale.finetuning.glue.settings import GlueTaskConfig
 from trp_scale.finetuning.groups import Groups
-from trp_scale.finetuning.measurement import GatheredRows, Metrics, write_table
+from trp_scale.finetuning.measurement import GatheredRows, Metrics, require_scikit_learn, write_table
 from trp_scale.finetuning.task import DownstreamTask, TaskObjective, open_task_sources
 from trp_scale.models.counting import TRAINING_OVER_FORWARD, count_flops
 from trp_scale.pretraining.pos_bert.model import padded_vocabulary
@@ -60,7 +59,7 @@ class GlueTask(DownstreamTask[GlueTaskConfig]):
     objective: SentenceClassification
 
     def __init__(self, config: GlueTaskConfig, environment: Environment) -> None:
-        require_libraries()
+        require_scikit_learn()  # before the run is trained
         if config.data.workers > 0:
             start_worker_server(GlueBatchBuilder.__module__)
         downstream, root = config.downstream, Path(config.data.path)
@@ -188,13 +187,6 @@ logger = logging.getLogger(__name__)
 
 Values = npt.NDArray[Any]
 Figure = Callable[[Values, Values], float]
-
-
-def require_libraries() -> None:
-    """Raise `RefusedError` if scikit-learn or scipy is not installed, before the run is trained."""
-    for name, package in (("sklearn", "scikit-learn"), ("scipy", "scipy")):
-        if importlib.util.find_spec(name) is None:
-            raise RefusedError(f"GLUE's metrics need {package}: pip install 'trp-scale[evaluation]'")
 
 
 def library_figure(location: str, correlation: str = "") -> Figure:

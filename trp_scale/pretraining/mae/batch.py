@@ -20,6 +20,7 @@ import torch
 
 from trp_scale.config.images import MOST_PATCHES, PatchSplit, split_patches
 from trp_scale.core.batch import Batch
+from trp_scale.data.fetch import BatchBuilder
 from trp_scale.data.hashing import Integers, Words, mix, name_hash
 from trp_scale.data.images.crops import Cropper, crop_words, cut_images
 from trp_scale.data.images.dataset import ImageDataset, ImageMeta, RowReader, agree_images, open_image_dataset
@@ -104,7 +105,7 @@ def order_by_noise(settings: ColorSettings, words: Words, patches: int) -> Integ
     return np.argsort(noise.reshape(*words.shape, patches), axis=-1, kind="stable")
 
 
-class ImageBatchBuilder:
+class ImageBatchBuilder(BatchBuilder):
     """Builds batches of R images with k crops of S x S pixels. Each crop has N patches: V visible, M masked.
 
     Fields of the batch:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from trp_scale.config import RefusedError
 from trp_scale.core.batch import Batch
+from trp_scale.data.fetch import BatchBuilder
 from trp_scale.data.hashing import Integers, Words, mix, name_hash
 from trp_scale.data.images.crops import Cropper, crop_words
 from trp_scale.data.images.dataset import ImageDataset, ImageMeta, RowReader, agree_images, open_image_dataset
@@ -174,7 +175,7 @@ def share_out(shares: Shares, total: int, most: int) -> Integers:
     return counts
 
 
-class MultimodalBatchBuilder:
+class MultimodalBatchBuilder(BatchBuilder):
     """Builds batches of R images, one crop of S x S pixels each, with N patches in each of I input modalities.
 
     Fields of the batch:

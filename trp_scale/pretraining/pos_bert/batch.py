@@ -12,6 +12,7 @@ import torch
 
 from trp_scale.config import RefusedError
 from trp_scale.core.batch import Batch
+from trp_scale.data.fetch import BatchBuilder
 from trp_scale.data.hashing import Integers, Words, below, mix, name_hash
 from trp_scale.data.mixture import MemberPath
 from trp_scale.data.plan import Addresses, row_states
@@ -139,7 +140,7 @@ def _nth_true(flags: npt.NDArray[np.bool_], nth: Integers) -> Integers:
     return np.asarray((flags.cumsum(axis=1) > nth[:, None]).argmax(axis=1), dtype=np.int64)
 
 
-class TextBatchBuilder:
+class TextBatchBuilder(BatchBuilder):
     """Builds batches of `[CLS] A [SEP] B [SEP]`, padded to the data set's length L, or of packed rows, with M masked
     slots.
 

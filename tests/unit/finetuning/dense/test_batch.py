@@ -26,7 +26,7 @@ from trp_scale.finetuning.dense.batch import (
     SegmentationMaps,
     WholeBatchBuilder,
     WindowCutter,
-    _join_windows,
+    join_rows,
 )
 from trp_scale.finetuning.dense.settings import DenseTaskConfig, DepthTaskConfig, SegmentationTaskConfig
 from trp_scale.finetuning.dense.task import join_windows, open_dense, predict_whole
@@ -147,16 +147,17 @@ def test_windows_cover_the_scaled_image(height: int, width: int) -> None:
     image = torch.from_numpy(np.asarray(photograph(height, width)).copy()).permute(2, 0, 1)
     cutter = WindowCutter(settings().crops, settings().dense)
     windows = cutter.cut(image)
-    assert min(windows.scaled) == SIZE
-    assert abs(windows.scaled[0] * width - windows.scaled[1] * height) <= max(height, width), "the shape is kept"
-    whole = join_windows(windows.images.double(), windows.corners.tolist(), windows.scaled)
+    images, corners, scaled = windows["windows"].double(), windows["window_corners"], windows["scaled_sizes"].tolist()
+    assert min(scaled) == SIZE
+    assert abs(scaled[0] * width - scaled[1] * height) <= max(height, width), "the shape is kept"
+    whole = join_windows(images, corners.tolist(), tuple(scaled))
     assert not whole.isnan().any(), "a pixel that no window shows"
-    again = torch.stack([whole[:, t : t + SIZE, x : x + SIZE] for t, x in windows.corners.tolist()])
-    assert torch.equal(again, windows.images.double()), "each window lies where it was cut"
-    steps = np.diff(np.unique(windows.corners.max(axis=1)))
+    again = torch.stack([whole[:, t : t + SIZE, x : x + SIZE] for t, x in corners.tolist()])
+    assert torch.equal(again, images), "each window lies where it was cut"
+    steps = np.diff(np.unique(corners.amax(1)))
     assert (steps <= SIZE * 2 / 3).all(), "neighbours overlap by a third or more"
     squashed = WindowCutter(settings().crops, settings(measured="squashed").dense).cut(image)
-    assert squashed.scaled == (SIZE, SIZE) and squashed.images.shape == (1, 3, SIZE, SIZE)
+    assert squashed["scaled_sizes"].tolist() == [SIZE, SIZE] and squashed["windows"].shape == (1, 3, SIZE, SIZE)
 
 
 @pytest.mark.parametrize("measured", ["windows", "squashed"])
@@ -164,7 +165,7 @@ def test_images_of_any_shape_are_joined_at_their_own_size(measured: str) -> None
     """Three in one batch, wide, tall and square, by a model that gives back what it sees."""
     cutter = WindowCutter(settings().crops, settings(measured=measured).dense)
     images = [torch.from_numpy(np.array(photograph(*size))).permute(2, 0, 1) for size in ((30, 71), (90, 40), (24, 24))]
-    fields = _join_windows([cutter.cut(image) for image in images])
+    fields = join_rows([cutter.cut(image) for image in images])
     fields["sizes"] = torch.tensor([image.shape[1:] for image in images])
     batch = Batch(fields=fields, keys=torch.arange(3), start=0)
     forward_sizes = []
@@ -191,7 +192,7 @@ def test_the_loss_of_a_measured_image_is_of_all_of_it() -> None:
     squashed, windows, prepared = WholeBatchBuilder(settings(), DenseData(datasets=[], meta=meta, maps=maps)).prepare(
         sample, 0
     )
-    assert len(windows.images) > 1
+    assert len(windows["windows"]) > 1
     expected = F.interpolate(image[None].float(), size=(SIZE, SIZE), mode="bicubic", antialias=True)[0]
     assert (squashed.float() - expected).abs().max() < 2
     assert prepared.shape == (30, 71)
