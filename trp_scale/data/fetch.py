@@ -56,7 +56,6 @@ class BatchBuilder(Protocol):
 
     def build(self, addresses: Addresses, start: int) -> Batch:
         """Build the batch of rows at `addresses`; the first is at position `start` of the source."""
-        ...
 
 
 class Fetcher(Dataset[Batch]):

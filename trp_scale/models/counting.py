@@ -25,7 +25,7 @@ from torch.utils.flop_counter import flop_registry
 
 from trp_scale.core.batch import Batch, TaskLosses
 from trp_scale.core.run import Objective
-from trp_scale.models.initialise import parameters_as_shapes
+from trp_scale.models.initialise import parameters_as_shapes, replace_attribute
 
 TRAINING_OVER_FORWARD = 3
 """The backward pass has twice the FLOPs of the forward pass. Model FLOPs do not include recomputation."""
@@ -205,17 +205,6 @@ def gpu_attention() -> Iterator[None]:
                 stack.enter_context(replace_attribute(module, "attend_segments", attend_segments))
                 stack.enter_context(replace_attribute(module, "has_segment_kernel", lambda hidden: True))
         yield
-
-
-@contextmanager
-def replace_attribute(owner: Any, name: str, value: object) -> Iterator[None]:
-    """Context in which an attribute has another value."""
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
 
 
 def replace_parameters(module: nn.Module, convert: Callable[[Tensor], Tensor]) -> None:

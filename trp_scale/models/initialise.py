@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -150,7 +150,17 @@ def build_with_initialisers(make: Callable[[], nn.Module]) -> nn.Module:
 
 
 @contextmanager
-def parameters_as_shapes() -> Iterator[None]:
+def replace_attribute(owner: Any, name: str, value: object) -> Iterator[None]:
+    """Context in which an attribute has another value."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+def parameters_as_shapes() -> AbstractContextManager[None]:
     """Context in which parameters of new modules are on the meta device; buffers are not."""
     register = nn.Module.register_parameter
 
@@ -159,11 +169,7 @@ def parameters_as_shapes() -> Iterator[None]:
             parameter = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
         register(module, name, parameter)
 
-    nn.Module.register_parameter = registered  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]
+    return replace_attribute(nn.Module, "register_parameter", registered)
 
 
 def initialisers(module: nn.Module) -> dict[str, Callable[[], Value]]:

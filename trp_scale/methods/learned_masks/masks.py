@@ -309,8 +309,7 @@ class Masker:
             counts[0] += (torch.cat(bunch) < share * self.eps**2).sum()
             counts[1] += sum(square.numel() for square in bunch)
         below, number = self.network.data_group.sum(counts)
-        share_below: Tensor = below / number
-        return share_below
+        return below / number  # type: ignore[no-any-return]
 
 
 def rows(micro: Batch) -> Tensor:
