@@ -19,39 +19,33 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from trp_scale.core.batch import Batch, Extra, TaskLosses
 from trp_scale.core.engine import EngineError
 from trp_scale.core.run import Objective
 from trp_scale.distributed.groups import Group, RankError, run_on_all_ranks
 
+if TYPE_CHECKING:
+    from trp_scale.engines.plain import PlainEngine
+
 Result = TypeVar("Result")
 Replay = Callable[[], None]
 
 
-class Recorder(Protocol):
-    """Records the work of a function on a device. All recordings of a recorder share memory."""
-
-    def __init__(self, device: torch.device) -> None: ...
-
-    def record(self, work: Callable[[], Result]) -> tuple[Result, Replay]:
-        """Return the result of `work`, and a function that does the same work on the same memory again. The content of
-        the result is defined after a replay."""
-        ...
-
-
 class CudaGraphs:
-    """CUDA graphs with a common memory pool."""
+    """Recorder of the work of functions on a GPU. All its CUDA graphs share memory."""
 
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self.pool = torch.cuda.graph_pool_handle()  # type: ignore[no-untyped-call]
 
     def record(self, work: Callable[[], Result]) -> tuple[Result, Replay]:
+        """Return the result of `work`, and a function that does the same work on the same memory again. The content of
+        the result is defined after a replay."""
         graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.stream.device)
         try:
             # thread_local: the loader's threads may pin memory meanwhile
@@ -74,7 +68,7 @@ class CudaGraphs:
         generator.graphsafe_set_state(generator.clone_state())
 
 
-RECORDERS: dict[str, type[Recorder]] = {"cuda": CudaGraphs}
+RECORDERS: dict[str, type[Any]] = {"cuda": CudaGraphs}
 """Recorder of each type of device."""
 
 
@@ -99,44 +93,6 @@ def choose(wanted: str, device: torch.device, reasons: list[str], group: Group) 
     if wanted == "on":
         return "on", "micro-batches are captured in CUDA graphs"
     return "off", f"micro-batches are not captured in CUDA graphs: {why or UNTRIED}"
-
-
-class CapturedEngine(Protocol):
-    """Engine whose micro-batches can be captured."""
-
-    device: torch.device
-    data_group: Group
-    module: nn.Module
-
-    @property
-    def reduces(self) -> bool:
-        """Whether the last backward pass of a window differs from the uncaptured."""
-        ...
-
-    def accumulate(self, loss: Tensor, *, last: bool, retain_graph: bool = False) -> None:
-        """Backward pass without a graph, as `backward`."""
-        ...
-
-    def gradient_holders(self) -> list[nn.Parameter]:
-        """Return the parameters whose `.grad` the optimizer reads."""
-        ...
-
-    @property
-    def autocasts(self) -> bool: ...
-
-    def loss_factor(self) -> float:
-        """Return the factor by which `accumulate` multiplies the loss."""
-        ...
-
-    def forget_forward_events(self) -> None:
-        """Forget the events of a forward graph: a backward graph starts after its end, and cannot wait for them."""
-        ...
-
-    def owns_gradient(self, gradient: Tensor) -> bool:
-        """Whether a gradient is in memory that the engine allocates once."""
-        ...
-
-    def discard_gradients(self) -> None: ...
 
 
 @dataclass(kw_only=True)
@@ -185,7 +141,9 @@ class Captured:
     """Graphs of an engine's micro-batches.
 
     Args:
-        engine: plain, ddp or FSDP2.
+        engine: plain, ddp or FSDP2. `reduces`: its last backward pass of a window differs from the others.
+            `forget_forward_events`: a backward graph starts after the end of the forward graph, and cannot wait for its
+            events. `owns_gradient`: a gradient is in memory that the engine allocates once.
         losses_of: computes the losses of a micro-batch without a graph; may be compiled.
         several: windows may have more than one micro-batch.
     Attributes:
@@ -195,7 +153,7 @@ class Captured:
     """
 
     def __init__(
-        self, engine: CapturedEngine, losses_of: Callable[[Objective, Batch], TaskLosses], *, several: bool
+        self, engine: PlainEngine, losses_of: Callable[[Objective, Batch], TaskLosses], *, several: bool
     ) -> None:
         self.engine, self.losses_of, self.several = engine, losses_of, several
         self.recorder = RECORDERS[engine.device.type](engine.device)
@@ -390,7 +348,7 @@ class Captured:
         return static if gradient is static else static.copy_(gradient)
 
 
-def mode_key(engine: CapturedEngine, objective: Objective, batch: Batch) -> Any:
+def mode_key(engine: PlainEngine, objective: Objective, batch: Batch) -> Any:
     """Return the key of the graphs for a micro-batch."""
     tensors = [(name, value.shape, value.dtype) for name, value in batch.fields.items()]
     extras = [(key, value.shape, value.dtype, value.requires_grad) for key, value in batch.extras.items()]

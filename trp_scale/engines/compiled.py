@@ -17,7 +17,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,9 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from trp_scale.core.batch import Batch, TaskLosses
 from trp_scale.core.run import Objective
 from trp_scale.distributed.groups import Group
+
+if TYPE_CHECKING:
+    from trp_scale.engines.plain import PlainEngine
 
 Choice = tuple[Literal["none", "blocks"], str]
 
@@ -62,17 +65,6 @@ def choose(device: torch.device, zero_stage: int | None, reasons: Sequence[str],
     return "blocks", "compiled block by block: the device is a GPU"
 
 
-class PlainForward(Protocol):
-    """Engine whose forward pass is that of its module under autocast. `autocasts`: whether autocast is on."""
-
-    module: nn.Module
-
-    @property
-    def autocasts(self) -> bool: ...
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
-
-
 class Graphs:
     """Count of the graphs of an engine's model. With `forward` the losses are compiled with that engine's forward pass.
 
@@ -81,7 +73,7 @@ class Graphs:
         surplus: descriptions of the graphs that no mode needed, oldest first.
     """
 
-    def __init__(self, forward: PlainForward | None = None) -> None:
+    def __init__(self, forward: PlainEngine | None = None) -> None:
         self._forward = forward
         self._losses = torch.compile(compiled_losses, dynamic=False)
         self.made = 0
@@ -222,7 +214,7 @@ class Compiled:
         return output
 
 
-def compile_model(module: nn.Module, how: str, forward: PlainForward | None = None) -> Graphs | None:
+def compile_model(module: nn.Module, how: str, forward: PlainEngine | None = None) -> Graphs | None:
     """Compile the forward pass of the module, or of each of `module.layers`, in place. Hooks of an engine on a block,
     such as gathering its weights, stay outside.
 
