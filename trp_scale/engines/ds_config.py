@@ -220,7 +220,9 @@ def _blocks(document: Document, config: Config) -> Iterator[str]:
         yield from optimizer_differences(document.pop("optimizer"), config)
     if "scheduler" in document:
         block = document.pop("scheduler")
-        yield from scheduler_differences(_without_kind(block) if _is_template(block) else block, config)
+        if _is_template(block):
+            block = {name: value for name, value in block.items() if name != "type"}
+        yield from scheduler_differences(block, config)
 
 
 def _is_template(block: object) -> TypeGuard[Mapping[str, Any]]:
@@ -228,10 +230,6 @@ def _is_template(block: object) -> TypeGuard[Mapping[str, Any]]:
     ignored."""
     params = block.get("params") if isinstance(block, Mapping) else None
     return isinstance(params, Mapping) and AUTO in params.values()
-
-
-def _without_kind(block: Mapping[str, Any]) -> Document:
-    return {name: value for name, value in block.items() if name != "type"}
 
 
 def _check_stated_values(document: Document, config: Config, world: int, accumulation: int) -> Iterator[str]:
@@ -389,7 +387,9 @@ def _remaining_autos(value: object, path: str = "") -> Iterator[str]:
 
 
 def same(value: object, stated: object) -> bool:
-    """Whether a JSON value equals a recipe's value; numbers up to their decimal notation."""
+    """Whether a JSON value equals a recipe's value; numbers up to their decimal notation, "auto" in a list."""
+    if isinstance(value, list) and isinstance(stated, list) and len(value) == len(stated):
+        return all(item == AUTO or same(item, expected) for item, expected in zip(value, stated, strict=True))
     if isinstance(value, bool) or isinstance(stated, bool):
         return value is stated
     if isinstance(value, (int, float)) and isinstance(stated, (int, float)):
@@ -399,56 +399,29 @@ def same(value: object, stated: object) -> bool:
 
 def optimizer_differences(block: object, config: Config, path: str = "optimizer") -> Iterator[str]:
     """Yield a problem for each value of the block that differs from the recipe; "auto" and missing values agree."""
-    if not isinstance(block, Mapping):
-        yield f"{path} is {quote(block)}; allowed: a block with type and params"
-        return
-    yield from _unknown_names(block, ("type", "params", "legacy_fusion"), path)
     settings = config.optimizer
-    names = {"adamw": ("adamw", "adam"), "lamb": ("lamb",), "muon": ("muon",), "sgd": ("sgd",)}[settings.kind]
-    kind = block.get("type", AUTO)
-    if kind != AUTO and str(kind).lower() not in names:
-        yield f"{path}.type is {quote(kind)}, the recipe says {settings.kind} (--optimizer.kind)"
-    params = block.get("params", {})
-    if not isinstance(params, Mapping):
-        yield f"{path}.params is {quote(params)}; allowed: a block"
-        return
     stated: dict[str, tuple[object, str]] = {
         "lr": (settings.lr, "--optimizer.lr"),
         "weight_decay": (settings.weight_decay, "--optimizer.weight_decay"),
         "max_grad_norm": (settings.clipping, "--optimizer.clipping"),
     }
-    if settings.kind != "sgd":
+    if settings.kind == "sgd":
+        stated["momentum"] = (0.0, "fixed: plain gradient descent")
+    else:
         stated["eps"] = (settings.eps, "--optimizer.eps")
         stated["bias_correction"] = (True, "fixed: the bias of the moments is corrected")
+        stated["betas"] = ([settings.beta1, settings.beta2], "--optimizer.beta1, --optimizer.beta2")
     if settings.kind == "adamw":
         stated["amsgrad"] = (False, "fixed: plain AdamW")
         stated["adam_w_mode"] = (True, "fixed: decoupled decay")
-    if settings.kind != "sgd":
-        yield from _betas(params.get("betas", AUTO), config, f"{path}.params.betas")
-    else:
-        stated["momentum"] = (0.0, "fixed: plain gradient descent")
-    implementation = ("torch_adam", "fused", "foreach", "betas")  # no effect on results; betas are checked above
-    yield from _unknown_names(params, (*stated, *implementation), f"{path}.params")
-    yield from _differing(params, stated, f"{path}.params")
+    kinds = {kind: kind for kind in ("adamw", "lamb", "muon", "sgd")} | {"adam": "adamw"}
+    recipe, implementation = (settings.kind, "--optimizer.kind"), ("torch_adam", "fused", "foreach", "betas")
+    yield from _block_differences(block, kinds, recipe, stated, implementation, path)
 
 
 def scheduler_differences(block: object, config: Config, path: str = "scheduler") -> Iterator[str]:
     """Yield a problem for each value of the learning-rate schedule that differs from the recipe."""
-    if not isinstance(block, Mapping):
-        yield f"{path} is {quote(block)}; allowed: a block with type and params"
-        return
-    yield from _unknown_names(block, ("type", "params"), path)
     settings, steps = config.optimizer, config.training.steps
-    kinds = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
-    kind = block.get("type", AUTO)
-    if kind != AUTO and kinds.get(str(kind)) != settings.schedule:
-        meant = f" = {kinds[str(kind)]}" if str(kind) in kinds else ""
-        yield f"{path}.type is {quote(kind)}{meant}, the recipe says {settings.schedule} (--optimizer.schedule)"
-        return
-    params = block.get("params", {})
-    if not isinstance(params, Mapping):
-        yield f"{path}.params is {quote(params)}; allowed: a block"
-        return
     stated: dict[str, tuple[object, str]] = {
         "warmup_num_steps": (settings.warmup_steps, "--optimizer.warmup_steps"),
         "warmup_max_lr": (settings.lr, "--optimizer.lr"),
@@ -458,27 +431,45 @@ def scheduler_differences(block: object, config: Config, path: str = "scheduler"
         "total_num_steps": (steps, "--training.steps"),
         "cos_min_ratio": (settings.min_lr / settings.lr if settings.lr else 0.0, "--optimizer.min_lr / --optimizer.lr"),
     }
-    yield from _unknown_names(params, (*stated, "last_batch_iteration"), f"{path}.params")
-    yield from _differing(params, stated, f"{path}.params")
+    kinds = {"warmuplr": "constant", "warmupdecaylr": "linear", "warmupcosinelr": "cosine"}
+    recipe = settings.schedule, "--optimizer.schedule"
+    yield from _block_differences(block, kinds, recipe, stated, ("last_batch_iteration",), path)
 
 
-def _betas(betas: object, config: Config, path: str) -> Iterator[str]:
-    stated = [config.optimizer.beta1, config.optimizer.beta2]
-    if betas == AUTO:
+def _block_differences(
+    block: object,
+    kinds: Mapping[str, str],
+    recipe: tuple[str, str],
+    stated: Mapping[str, tuple[object, str]],
+    others: tuple[str, ...],
+    path: str,
+) -> Iterator[str]:
+    """Yield the problems of a block with type and params.
+
+    Args:
+        kinds: the recipe's name of each type, by its name in lower-case letters.
+        recipe: the recipe's value of the type, and its flag.
+        stated: the recipe's value of each parameter, and its flag.
+        others: parameters without an effect on results.
+    """
+    if not isinstance(block, Mapping):
+        yield f"{path} is {quote(block)}; allowed: a block with type and params"
         return
-    if (
-        not isinstance(betas, list)
-        or len(betas) != 2
-        or not all(b == AUTO or same(b, s) for b, s in zip(betas, stated, strict=True))
-    ):
-        yield f"{path} is {quote(betas)}, the recipe says {stated} (--optimizer.beta1, --optimizer.beta2)"
-
-
-def _differing(block: Mapping[str, Any], stated: Mapping[str, tuple[object, str]], path: str) -> Iterator[str]:
+    yield from _unknown_names(block, ("type", "params", "legacy_fusion"), path)
+    kind = str(block.get("type", AUTO))
+    if kind != AUTO and (meaning := kinds.get(kind.lower(), "")) != recipe[0]:
+        meant = f" = {meaning}" if meaning not in ("", kind.lower()) else ""
+        yield f"{path}.type is {quote(block['type'])}{meant}, the recipe says {recipe[0]} ({recipe[1]})"
+        return
+    params = block.get("params", {})
+    if not isinstance(params, Mapping):
+        yield f"{path}.params is {quote(params)}; allowed: a block"
+        return
+    yield from _unknown_names(params, (*stated, *others), f"{path}.params")
     for name, (value, flag) in stated.items():
-        setting = block.get(name, AUTO)
+        setting = params.get(name, AUTO)
         if setting != AUTO and not same(setting, value):
-            yield f"{path}.{name} is {quote(setting)}, the recipe says {value!r} ({flag})"
+            yield f"{path}.params.{name} is {quote(setting)}, the recipe says {value!r} ({flag})"
 
 
 def _unknown_names(block: Mapping[str, Any], known: tuple[str, ...], path: str) -> Iterator[str]:
