@@ -10,8 +10,8 @@ What does not fit into --seconds is left out, last items first; --named measures
 side by side, timings run alone:
 
     python benchmarks/gpu.py --sections captured --items timings --output timings.json
-    for each in captured parity waits "images modalities"; do
-        python benchmarks/gpu.py --items checks --sections $each --output "${each%% *}.json" &
+    for each in captured waits; do
+        python benchmarks/gpu.py --items checks --sections $each --output "$each.json" &
     done; wait
     for each in collectives pos_bert_tiny adpe_tiny mlo_mae_tiny mm_mae_tiny; do
         python benchmarks/gpu.py --sections ranks --named $each --nccl libnccl.so.2 --output "$each.json" &
@@ -49,22 +49,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.gpu_captured import captured_steps
 from benchmarks.gpu_curves import curves
-from benchmarks.gpu_images import images, modalities
 from benchmarks.gpu_modern import modern
-from benchmarks.gpu_parity import parity, waits
 from benchmarks.gpu_ranks import ranks
 from benchmarks.gpu_setting import Item, Outcome, Setting, each
+from benchmarks.gpu_waits import waits
 from trp_scale.distributed.environment import Environment
 from trp_scale.storage.files import write_json
 
-Section = Literal["captured", "ranks", "parity", "waits", "images", "modalities", "modern", "curves"]
+Section = Literal["captured", "ranks", "waits", "modern", "curves"]
 SECTIONS: dict[Section, Callable[[Setting], Iterator[Item]]] = {
     "captured": captured_steps,
     "ranks": ranks,
-    "parity": parity,
     "waits": waits,
-    "images": images,
-    "modalities": modalities,
     "modern": modern,
     "curves": curves,
 }
@@ -90,6 +86,8 @@ class Options:
     """Directory of the data of sections `ranks`, which makes missing ones, `modern` and `curves`, which do not."""
     steps: int = Setting.steps
     """Steps of a run of section `curves`."""
+    ranks: Literal[1, 2] = 2
+    """Processes of a run of section `ranks`."""
     nccl: Path | None = None
     """Library to preload for two ranks, libnccl.so.2 of version 2.30 or newer; default: torch's."""
     output: Path | None = None
@@ -133,9 +131,8 @@ def main(options: Options) -> int:
     began = time.perf_counter()
     outcomes: list[Outcome] = []
     with Environment() as environment:
-        setting = Setting(
-            environment=environment, small=options.small, data=options.data, steps=options.steps, nccl=options.nccl
-        )
+        given = {name: getattr(options, name) for name in ("small", "data", "steps", "ranks", "nccl")}
+        setting = Setting(environment=environment, **given)
         document = describe(setting)
         print(", ".join(f"{name}: {value}" for name, value in document.items()), flush=True)
         for name in (name for name in SECTIONS if name in options.sections):

@@ -14,19 +14,19 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.gpu_images import image_config, modality_config
-from benchmarks.gpu_parity import EXPECTED_WAITS, waits_of
 from benchmarks.gpu_setting import (
     MEGABYTE,
     Figures,
     Item,
     Setting,
+    image_config,
+    modality_config,
     release_memory,
-    text,
     text_config,
     training,
     use_of_peak,
 )
+from benchmarks.gpu_waits import EXPECTED_WAITS, checked_images, checked_modalities, checked_text, waits_of
 from benchmarks.method_cost import BALANCING
 from benchmarks.rounds import Measured, alternate, pair_ratio
 from benchmarks.step_time import bert_peer, peer_step
@@ -38,7 +38,6 @@ from benchmarks.workloads import (
     mae_workload,
     mm_mae_workload,
     set_encoder,
-    small_bert,
     text_workload,
 )
 from trp_scale.config.registry import make_settings
@@ -305,24 +304,12 @@ def over_plain(setting: Setting, hook: str, rows: int) -> Figures:
 
 def checked(setting: Setting, way: Way = BF16, *, balancer: str = "minimax", accumulation: int = 1) -> Workload:
     """A small PoS-BERT with dropout."""
-    rows, kind = 2 if setting.small else 16, BALANCING[balancer][0]
-    model = setting.base if setting.small else small_bert()
-    return set_way(text(setting, model, rows=rows, accumulation=accumulation, balancer=kind, lr=1e-3), way)
+    settings = BALANCING[balancer][0]
+    return set_way(checked_text(setting, balancer=settings, accumulation=accumulation, dropout=0.1), way)
 
 
-def checked_images(setting: Setting) -> Workload:
-    """A small AdPE with relative coordinates, two micro-batches a step."""
-    rows, kind = 2 if setting.small else 16, "relative_coordinate"
-    config = image_config(setting, "mae_plus_vit_b", size="tiny", rows=rows, accumulation=2, kind=kind)
-    config.model.layers = min(config.model.layers, 4)
-    return set_way(mae_workload(config))
-
-
-def checked_modalities(setting: Setting, balancer: str) -> Workload:
-    """A small MM-MAE."""
-    config = modality_config(setting, size="tiny", rows=2 if setting.small else 16, balancer=balancer)
-    config.model.layers = min(config.model.layers, 4)
-    return set_way(mm_mae_workload(config))
+def checked_mm_mae(setting: Setting, balancer: str) -> Workload:
+    return set_way(checked_modalities(setting, balancer=balancer, accumulation=1))
 
 
 CASES: dict[str, Callable[[Setting], Workload]] = {
@@ -333,9 +320,9 @@ CASES: dict[str, Callable[[Setting], Workload]] = {
     "GradNorm, fp32": partial(checked, way=FP32, balancer="gradnorm"),
     "GradNorm, two micro-batches": partial(checked, balancer="gradnorm", accumulation=2),
     "uncertainty": partial(checked, balancer="uncertainty"),
-    "AdPE relative, two micro-batches": checked_images,
-    "MM-MAE, GradNorm": partial(checked_modalities, balancer="gradnorm"),
-    "MM-MAE, GradNorm by the representation": partial(checked_modalities, balancer="gradnorm, representation"),
+    "AdPE relative, two micro-batches": lambda setting: set_way(checked_images(setting)),
+    "MM-MAE, GradNorm": partial(checked_mm_mae, balancer="gradnorm"),
+    "MM-MAE, GradNorm by the representation": partial(checked_mm_mae, balancer="gradnorm, representation"),
     "minimax, compiled whole": partial(checked, way=WHOLE),
 }
 """Small models, with bf16 weights if nothing else is said; with dropout in PoS-BERT."""

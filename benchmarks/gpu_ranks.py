@@ -1,8 +1,9 @@
-"""Section `ranks` of benchmarks/gpu.py: two ranks over NCCL on one GPU, or over gloo without a GPU, against plain.
+"""Section `ranks` of benchmarks/gpu.py: every engine on two ranks over NCCL on one GPU, or over gloo without a GPU,
+against plain.
 
-From version 2.30 NCCL runs several ranks on one GPU; --nccl FILE preloads a newer library than torch's. The section
-shows numerics, order of streams and buffers, and says nothing about speed. Each run is a process of launch/pretrain.py
-in fp32 without dropout, on data in --data, which trp-scale makes if they do not exist.
+From version 2.30 NCCL runs several ranks on one GPU; --nccl FILE preloads a newer library than torch's, and --ranks 1
+needs none. The section shows numerics, order of streams and buffers, and says nothing about speed. Each run is a
+process of launch/pretrain.py in fp32 without dropout, on data in --data, which trp-scale makes if they do not exist.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
-from benchmarks.gpu_parity import without_key_biases
 from benchmarks.gpu_setting import ROOT, Figures, Item, Setting
 from trp_scale.checkpoint.format import read_full_state
 from trp_scale.checkpoint.run_directory import checkpoints
@@ -34,7 +35,7 @@ BOUND = 1e-5
 """Distance of the weights from plain's over their norm."""
 STEPS, LONG_STEPS, ROWS = 8, 60, 16
 TIMEOUT_S = 200
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node")
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 DATA = {
@@ -140,11 +141,11 @@ class Runs:
         """Return the command line of a run: two micro-batches on each rank, one on plain. `more`: settings,
         with "__" for the dot."""
         kind, settings = MODELS[model]
-        micro = ROWS // (2 * layout.data_ranks or 1)
+        micro = ROWS // (layout.data_ranks * self.setting.ranks or 1)
         values = {**COMMON, **settings, "data.path": str(self.make_data(kind)), "batch.micro_size": str(micro)}
         values |= {"run_dir": str(run_dir), **{name.replace("__", "."): value for name, value in more.items()}}
         flags = [word for name, value in values.items() for word in (f"--{name}", value)]
-        torchrun = TORCHRUN if layout.data_ranks else ()
+        torchrun = (*TORCHRUN, str(self.setting.ranks)) if layout.data_ranks else ()
         return [sys.executable, *torchrun, "launch/pretrain.py", "--recipe", model, *flags, *layout.flags]
 
     def train(self, model: str, name: str, layout: Layout, **more: str) -> Path:
@@ -155,6 +156,16 @@ class Runs:
             command = self.command(model, layout, run_dir, **more)
             self.finish(self.start(command, run_dir.name, preload=bool(layout.data_ranks)))
         return run_dir
+
+
+def without_key_biases(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The weights that attention sees: the gradient of a key's bias is rounding, which AdamW scales up to the learning
+    rate. Of a bias of queries, keys and values it is the middle third."""
+    kept = {name: weight for name, weight in weights.items() if not name.endswith("attention.self.key.bias")}
+    for name in [name for name in weights if name.endswith("attn.qkv.bias")]:
+        queries, _, values = kept.pop(name).chunk(3)
+        kept |= {f"{name}.queries": queries, f"{name}.values": values}
+    return kept
 
 
 def distance(run_dir: Path, reference: Path) -> Figures:
@@ -217,7 +228,7 @@ def stopped(runs: Runs, model: str, engine: str) -> Figures:
 
 def collectives(runs: Runs) -> Figures:
     """Findings of the doctor on two ranks, as `trp-scale doctor --two_ranks` starts them."""
-    command = [sys.executable, *TORCHRUN, "launch/doctor.py", "--json", "--mebibytes", "4"]
+    command = [sys.executable, *TORCHRUN, str(runs.setting.ranks), "launch/doctor.py", "--json", "--mebibytes", "4"]
     runs.finish(runs.start(command, "doctor", preload=True), status=None)
     text = (runs.folder / "doctor.log").read_text(errors="replace")
     try:
@@ -234,7 +245,8 @@ def ranks(setting: Setting) -> Iterator[Item]:
     first = next(iter(MODELS))
     with TemporaryDirectory() as folder:
         runs = Runs(setting, Path(folder))
-        yield Item(name="collectives", measure=partial(collectives, runs), seconds=30)
+        alone = "" if setting.ranks > 1 else "needs two ranks"
+        yield Item(name="collectives", measure=partial(collectives, runs), seconds=30, lacking=alone)
         measure = partial(captured_ddp, runs, first)
         yield Item(name=f"{first}, ddp captured", measure=measure, seconds=40, lacking=setting.cannot_capture)
         for engines in (("FSDP2", "ZeRO 2"), ("ZeRO 2", "FSDP2")):
@@ -252,5 +264,5 @@ def ranks(setting: Setting) -> Iterator[Item]:
                     name=f"{model}, {engine}",
                     measure=partial(against_plain, runs, model, engine, layout),
                     seconds=25,
-                    lacking=layout.lacking,
+                    lacking=layout.lacking or (alone if engine == "megatron" else ""),
                 )

@@ -12,12 +12,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 
+from benchmarks.method_cost import BALANCING
 from benchmarks.steps import Notes, Precision, Workload, endless, trainer_of
-from benchmarks.workloads import small_bert, text_workload
+from benchmarks.workloads import MM_MAE, EncoderSize, image_recipe, small_bert, text_workload
 from trp_scale.config.images import ImagePretrainConfig
 from trp_scale.config.registry import make_settings
 from trp_scale.config.settings import Settings
@@ -25,6 +26,8 @@ from trp_scale.core.engine import Engine
 from trp_scale.distributed.environment import Environment
 from trp_scale.engines.build import build_engine
 from trp_scale.engines.captured import RECORDERS
+from trp_scale.pretraining.mae.settings import MaeConfig
+from trp_scale.pretraining.mm_mae.settings import MmMaeConfig
 from trp_scale.pretraining.pos_bert.settings import PosBertConfig, PosBertModelConfig
 from trp_scale.training.loop import Trainer
 from trp_scale.training.observer import peak_flops
@@ -40,6 +43,11 @@ ENGINES: dict[str, int | None] = {
     "zero3": 3,
 }
 """ZeRO stage of each layout; None: not DeepSpeed's."""
+ADVERSARIES: dict[str, Literal["absolute", "relative"]] = {
+    "absolute_coordinate": "absolute",
+    "relative_coordinate": "relative",
+}
+"""vision.positions of each."""
 NEEDS_GPU = "needs a GPU, this machine shows none"
 
 
@@ -50,6 +58,7 @@ class Setting:
     small: tiny models and few repetitions, to try the script itself.
     data: directory of the data of sections `ranks` and `curves`.
     steps: of a run of section `curves`.
+    ranks: processes of a run of section `ranks`, two or one.
     nccl: library that is preloaded for two ranks; `None`: torch's.
     """
 
@@ -57,6 +66,7 @@ class Setting:
     small: bool
     data: Path = ROOT / "build" / "gpu_data"
     steps: int = 1000
+    ranks: int = 2
     nccl: Path | None = None
 
     @property
@@ -139,6 +149,46 @@ def shrink(setting: Setting, config: ImagePretrainConfig) -> None:
         vision.decoder_layers, vision.decoder_hidden_size, vision.decoder_heads = 1, 16, 2
 
 
+def image_config(
+    setting: Setting,
+    recipe: str,
+    *,
+    size: EncoderSize,
+    rows: int,
+    accumulation: int = 1,
+    precision: Precision = "bf16",
+    kind: str = "none",
+) -> MaeConfig:
+    """A recipe without end; relative positions have the relaxed index with and without an adversary, so that both do
+    the same arithmetic."""
+    config = image_recipe(recipe, MaeConfig, size)
+    shrink(setting, config)
+    if setting.small:
+        config.crops.size, config.vision.patch_size = (64, 16) if recipe.startswith("mae_vit") else (32, 8)
+    config.vision.index, config.adversary = "relaxed", make_settings("adversary", kind)
+    config.vision.positions = ADVERSARIES.get(kind, "absolute")
+    config.optimizer.lr = 1e-4
+    return endless(config, rows, accumulation=accumulation, precision=precision)
+
+
+def modality_config(
+    setting: Setting,
+    *,
+    size: EncoderSize,
+    rows: int,
+    accumulation: int = 1,
+    precision: Precision = "bf16",
+    balancer: str = "minimax",
+) -> MmMaeConfig:
+    """MM-MAE's recipe without end."""
+    config = image_recipe(MM_MAE, MmMaeConfig, size)
+    shrink(setting, config)
+    if setting.small:
+        config.crops.size, config.modalities.visible_tokens = 64, 8
+    config.balancer, config.optimizer.lr = replace(BALANCING[balancer][0]), 1e-4
+    return endless(config, rows, accumulation=accumulation, precision=precision)
+
+
 def deepspeed_document(stage: int) -> dict[str, Any]:
     """Return the shipped file of a ZeRO stage, or a minimal one where none is shipped."""
     shipped = ROOT / "ds_configs" / f"zero{stage}.json"
@@ -169,10 +219,6 @@ def training(setting: Setting, layout: str, work: Workload, device: torch.device
         yield trainer_of(engine, work, Notes())
     finally:
         engine.close()
-
-
-def step_of(setting: Setting, work: Workload) -> Callable[[], object]:
-    return trainer_of(engine_of(setting, "plain", work), work).train_step
 
 
 MEGABYTE = 2**20

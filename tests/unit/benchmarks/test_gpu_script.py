@@ -8,7 +8,6 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,14 +15,14 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import gpu, gpu_images, gpu_parity
-from benchmarks.gpu_setting import ENGINES, Figures, Item, Setting, measured
+from benchmarks import gpu, gpu_ranks, gpu_waits
+from benchmarks.gpu_setting import Figures, Item, Setting, measured
 from benchmarks.steps import Workload
 from trp_scale.distributed.environment import Environment
 
 ROOT = Path(__file__).parents[3]
 GPU_ONLY = {"waits", "captured"}
-IN_THIS_PROCESS = ("captured", "parity", "waits", "images", "modalities", "modern")
+IN_THIS_PROCESS = ("captured", "waits", "modern")
 """Sections without data, or that leave out items on missing data."""
 
 
@@ -65,40 +64,14 @@ def test_every_section_is_measured_or_says_why_not(
             assert "needs a GPU" in item["reason"], item
 
 
-@pytest.mark.exhaustive
-def test_the_engines_agree_in_fp32(run: tuple[subprocess.CompletedProcess[str], dict[str, Any]]) -> None:
-    items = {item["name"]: item for item in run[1]["items"] if item["section"] == "parity"}
-    for layout in list(ENGINES)[1:]:
-        assert items[f"fp32, {layout}"]["figures"]["distance_over_travelled"] < 1e-4, layout
-
-
-@pytest.mark.exhaustive
-def test_the_engines_agree_on_the_adversary_in_fp32(
-    run: tuple[subprocess.CompletedProcess[str], dict[str, Any]],
-) -> None:
-    items = {item["name"]: item["figures"] for item in run[1]["items"] if item["section"] == "images"}
-    assert items["adversary, fp32, plain"]["adversary_norm"] > 1e-2
-    for layout in gpu_images.COMPARED:
-        figures = items[f"adversary, fp32, {layout}"]
-        assert figures["distance_over_travelled"] < 1e-4, layout
-        assert figures["adversary_distance"] < 1e-3, layout
-
-
 def test_key_biases_alone_are_left_out() -> None:
     weights = {"blocks.0.attn.qkv.bias": torch.arange(6.0), "blocks.0.attn.qkv.weight": torch.ones(6, 2)}
-    found = gpu_parity.without_key_biases(weights)
+    found = gpu_ranks.without_key_biases(weights)
     assert {name: tensor.flatten().tolist() for name, tensor in found.items()} == {
         "blocks.0.attn.qkv.bias.queries": [0, 1],
         "blocks.0.attn.qkv.bias.values": [4, 5],
         "blocks.0.attn.qkv.weight": [1.0] * 12,
     }
-
-
-def test_runs_that_differ_are_seen_to_differ(setting: Setting) -> None:
-    trained = gpu_parity.train(setting, "plain", gpu_parity.checked(setting, "fp32"))
-    moved = replace(trained, weights={name: weight + 1e-3 for name, weight in trained.weights.items()})
-    assert gpu_parity.apart(trained, trained)["distance_over_travelled"] == 0
-    assert gpu_parity.apart(moved, trained)["distance_over_travelled"] > 0.1
 
 
 def test_an_item_without_time_or_with_an_error_does_not_stop_the_others() -> None:
@@ -140,16 +113,16 @@ def test_waits_are_counted_where_they_happen(monkeypatch: pytest.MonkeyPatch) ->
             warnings.warn("called a synchronizing CUDA operation (Triggered internally)", stacklevel=1)
         warnings.warn("something else", stacklevel=1)
 
-    places = gpu_parity.waits_of(step)
+    places = gpu_waits.waits_of(step)
     assert len(places) == 2
     assert all(place.startswith("test_gpu_script.py:") for place in places)
     assert modes == ["warn", "default"]
 
 
-@pytest.mark.parametrize("checked", [gpu_parity.checked, gpu_images.checked, gpu_images.checked_modalities])
-def test_a_step_of_every_section_is_watched_for_waits(
+@pytest.mark.parametrize("checked", [gpu_waits.checked_text, gpu_waits.checked_images, gpu_waits.checked_modalities])
+def test_a_step_of_every_model_is_watched_for_waits(
     setting: Setting, checked: Callable[..., Workload], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: None)
-    found = gpu_parity.waited(setting, "plain", partial(checked, setting))
+    found = gpu_waits.waited(setting, "plain", partial(checked, setting))
     assert found == {"waits": 0, "places": [], "expected": 0, "as_expected": True}

@@ -1,4 +1,4 @@
-"""benchmarks/loader.py and image_loader.py: what they make, the package reads, and each stage of it is seen."""
+"""benchmarks/loader.py: what it makes, the package reads, and each stage of it is seen."""
 
 from __future__ import annotations
 
@@ -6,28 +6,34 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import image_loader, loader
-from benchmarks.loader import breakdown
+from benchmarks import loader
+from trp_scale.config import PretrainConfig
+from trp_scale.pretraining.mm_mae.settings import MmMaeConfig
+from trp_scale.pretraining.pos_bert.settings import PosBertConfig
 
 
-def test_noise_as_images_is_read(tmp_path: Path) -> None:
-    options = image_loader.Options(images=4, micro_size=2)
-    noise = image_loader.make_dataset(tmp_path / "noise", 4)
-    train = image_loader.open_train(options, noise, image_loader.mae(1, 32))
+@pytest.mark.parametrize("kind", ["text", "images"])
+def test_every_stage_is_seen(kind: str, text_dataset: Path, tmp_path: Path) -> None:
+    data, stages, config = text_dataset, loader.TEXT_STAGES, PretrainConfig()
+    if kind == "text":
+        config = PosBertConfig()
+        config.model.max_positions = 1 << 16
+    else:
+        config, stages = loader.mae(1, 32), loader.IMAGE_STAGES
+        data = loader.make_dataset(tmp_path / "noise", 4)
+    train = loader.open_train(config, data, 4, 2)
     assert [micro.rows for micro in train.next_window()] == [2, 2]
-    shares = breakdown(train, image_loader.STAGES, "the rest")
+    shares = loader.breakdown(train, stages, "the rest")
     assert sum(shares.values()) == pytest.approx(1) and all(share > 0 for share in shares.values())
 
 
 def test_noise_with_maps_is_read(tmp_path: Path) -> None:
-    options = image_loader.Options(images=2, micro_size=2)
-    noise = image_loader.make_dataset(tmp_path / "noise", 2, maps=True)
-    (batch,) = image_loader.candidates(options, noise, image_loader.WITH_MAPS)["ours"]()  # type: ignore[misc]
-    assert (batch["depth_counts"] == 16**2).all() and (batch["semseg"] < image_loader.CLASSES).all()
+    noise = loader.make_dataset(tmp_path / "noise", 2, maps=True)
+    (batch,) = loader.open_train(MmMaeConfig(), noise, 2, 2).next_window()
+    assert (batch["depth_counts"] == 16**2).all() and (batch["semseg"] < loader.CLASSES).all()
 
 
-def test_the_stages_of_text_are_measured(text_dataset: Path) -> None:
-    train = loader.open_train(loader.Options(data=text_dataset, rows=32), 16)
-    assert [micro.rows for micro in train.next_window()] == [16, 16]
-    shares = breakdown(train, loader.STAGES, "the rest")
-    assert sum(shares.values()) == pytest.approx(1) and all(share > 0 for share in shares.values())
+def test_sides_are_compared(text_dataset: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    loader.main(loader.Options(of="text", data=text_dataset, rows=32, micro_sizes=(8, 16), rounds=1))
+    shown = capsys.readouterr().out
+    assert "micro-batch 8" in shown and "lay out the" in shown
