@@ -22,7 +22,6 @@ from benchmarks.gpu_setting import (
     image_config,
     modality_config,
     release_memory,
-    text_config,
     training,
     use_of_peak,
 )
@@ -38,6 +37,7 @@ from benchmarks.workloads import (
     mae_workload,
     mm_mae_workload,
     set_encoder,
+    text_config,
     text_workload,
 )
 from trp_scale.config.registry import make_settings

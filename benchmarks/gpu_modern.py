@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 from transformers import ModernBertForMaskedLM
 
-from benchmarks.gpu_setting import Figures, Item, Setting, text_config, use_of_peak
+from benchmarks.gpu_setting import Figures, Item, Setting, use_of_peak
 from benchmarks.rounds import alternate, pair_ratio
 from benchmarks.step_time import peer_step
 from benchmarks.steps import Workload, whole_step
-from benchmarks.workloads import VOCABULARY, random_batch
+from benchmarks.workloads import VOCABULARY, random_batch, text_config
 from trp_scale.config.loader import load_recipe
 from trp_scale.core.batch import Batch
 from trp_scale.data.mixture import parse_paths

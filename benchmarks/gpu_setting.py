@@ -18,17 +18,16 @@ import torch
 
 from benchmarks.method_cost import BALANCING
 from benchmarks.steps import Notes, Precision, Workload, endless, trainer_of
-from benchmarks.workloads import MM_MAE, EncoderSize, image_recipe, small_bert, text_workload
+from benchmarks.workloads import MM_MAE, EncoderSize, image_recipe, small_bert, text_config, text_workload
 from trp_scale.config.images import ImagePretrainConfig
 from trp_scale.config.registry import make_settings
-from trp_scale.config.settings import Settings
 from trp_scale.core.engine import Engine
 from trp_scale.distributed.environment import Environment
 from trp_scale.engines.build import build_engine
 from trp_scale.engines.captured import RECORDERS
 from trp_scale.pretraining.mae.settings import MaeConfig
 from trp_scale.pretraining.mm_mae.settings import MmMaeConfig
-from trp_scale.pretraining.pos_bert.settings import PosBertConfig, PosBertModelConfig
+from trp_scale.pretraining.pos_bert.settings import PosBertModelConfig
 from trp_scale.training.loop import Trainer
 from trp_scale.training.observer import peak_flops
 
@@ -118,21 +117,6 @@ def lacking(layout: str) -> str:
     if ENGINES[layout] is not None and importlib.util.find_spec("deepspeed") is None:
         return "deepspeed is not installed"
     return ""
-
-
-def text_config(
-    model: PosBertModelConfig,
-    *,
-    rows: int,
-    accumulation: int = 1,
-    precision: Precision = "bf16",
-    balancer: Settings | None = None,
-    lr: float = 1e-4,
-) -> PosBertConfig:
-    """Settings of PoS-BERT without end."""
-    config = PosBertConfig(model=model, balancer=balancer or make_settings("balancer", "uniform"))
-    config.optimizer.lr = lr
-    return endless(config, rows, accumulation=accumulation, precision=precision)
 
 
 def text(setting: Setting, model: PosBertModelConfig, length: int = 0, **settings: Any) -> Workload:

@@ -46,9 +46,8 @@ from torch.utils._pytree import tree_leaves
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.gpu_setting import text_config
 from benchmarks.steps import Precision, Workload, endless, trainer_of
-from benchmarks.workloads import MM_MAE, EncoderSize, build_workload, image_recipe, text_workload
+from benchmarks.workloads import MM_MAE, EncoderSize, build_workload, image_recipe, text_config, text_workload
 from trp_scale.config import PretrainConfig
 from trp_scale.config.images import ImagePretrainConfig
 from trp_scale.config.loader import load_recipe

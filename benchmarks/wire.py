@@ -31,10 +31,18 @@ from torch.utils._pytree import tree_leaves
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.gpu_setting import ENGINES, Setting, engine_of, text_config
+from benchmarks.gpu_setting import ENGINES, Setting, engine_of
 from benchmarks.rounds import on_ranks
 from benchmarks.steps import Precision, Workload, endless, trainer_of, whole_step
-from benchmarks.workloads import LENGTH, mae_workload, random_batch, random_images, set_encoder, text_workload
+from benchmarks.workloads import (
+    LENGTH,
+    mae_workload,
+    random_batch,
+    random_images,
+    set_encoder,
+    text_config,
+    text_workload,
+)
 from trp_scale.config.loader import load_recipe
 from trp_scale.config.registry import make_settings
 from trp_scale.distributed.environment import Environment

@@ -11,15 +11,19 @@ from torch import nn
 
 from benchmarks.steps import (
     Model,
+    Precision,
     Run,
     SameWindow,
     Workload,
+    endless,
     loop_over,
     micro_batches,
 )
 from trp_scale.config import PretrainConfig
 from trp_scale.config.images import split_patches
 from trp_scale.config.loader import load_recipe
+from trp_scale.config.registry import make_settings
+from trp_scale.config.settings import Settings
 from trp_scale.core.batch import Batch, WindowSource
 from trp_scale.core.hooks import built
 from trp_scale.core.run import MakeEngine, RunContext
@@ -73,6 +77,21 @@ def random_batch(rows: int, length: int = LENGTH, masked: int = MASKED) -> Batch
         "row_weights": torch.ones(rows),
     }
     return Batch(fields=fields, keys=torch.arange(rows), start=0)
+
+
+def text_config(
+    model: PosBertModelConfig,
+    *,
+    rows: int,
+    accumulation: int = 1,
+    precision: Precision = "bf16",
+    balancer: Settings | None = None,
+    lr: float = 1e-4,
+) -> PosBertConfig:
+    """Settings of PoS-BERT without end."""
+    config = PosBertConfig(model=model, balancer=balancer or make_settings("balancer", "uniform"))
+    config.optimizer.lr = lr
+    return endless(config, rows, accumulation=accumulation, precision=precision)
 
 
 def text_workload(config: PosBertConfig, length: int = LENGTH, masked: int = MASKED) -> Workload:
