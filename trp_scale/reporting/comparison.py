@@ -18,7 +18,7 @@ from rich.text import Text
 
 from trp_scale.checkpoint.run_directory import METRICS_FILE
 from trp_scale.config import RefusedError
-from trp_scale.console import GIB, Cell, Shown, Table, escape_markdown, figure_text, number_cell
+from trp_scale.console import GIB, Cell, Colour, Shown, Table, escape_markdown, figure_text, number_cell
 from trp_scale.reporting.paired_tests import (
     LEAST_SEEDS,
     LEVEL,
@@ -509,11 +509,12 @@ def compare(runs: Sequence[Path], *, markdown_file: Path | None = None, csv_file
     return replace(comparison, files=list(outputs))
 
 
-def training_table(runs: Mapping[str, RunRecord]) -> Table:
-    """Return the final figures of pre-training runs, a column for each run."""
+def training_table(runs: Mapping[str, RunRecord], colour_of: Mapping[str, Colour] | None = None) -> Table:
+    """Return the final figures of pre-training runs, a column for each run. `colour_of`: colours on a page."""
     rows: list[list[str | Cell]] = [["end", *(run.state.word for run in runs.values())]]
     rows += ([name, *cells] for name, cells in end_figures(runs).items())
-    return Table(head=["", *runs], rows=rows, notes=[END_NOTE])
+    head = [Cell(text=name, colour=(colour_of or {}).get(name)) for name in runs]
+    return Table(head=["", *head], rows=rows, notes=[END_NOTE])
 
 
 def task_names(runs: Mapping[str, RunRecord]) -> list[str]:

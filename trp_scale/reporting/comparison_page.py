@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from trp_scale.checkpoint.run_directory import METRICS_FILE
@@ -12,37 +12,32 @@ from trp_scale.config.loader import flat
 from trp_scale.console import Cell, Colour, Table
 from trp_scale.errors import RefusedError, shorten
 from trp_scale.reporting.comparison import (
-    END_NOTE,
     Comparison,
     compare,
-    end_figures,
     legend,
     names,
     result_tables,
     task_names,
+    training_table,
     write_output,
 )
-from trp_scale.reporting.document import Line, Page, PageSection, Plot, Sentences, colours, page_text, plotly_source
-from trp_scale.reporting.record import Curve, RunRecord, read_run
+from trp_scale.reporting.document import (
+    Block,
+    Line,
+    Page,
+    PageSection,
+    Plot,
+    Sentences,
+    colours,
+    page_text,
+    plotly_source,
+)
+from trp_scale.reporting.record import RunRecord, read_run
 from trp_scale.reporting.results import RESULTS_FILE
 from trp_scale.training.report import to_words
 
 MOST_TASKS = 24
 """Tasks that get plots."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ComparedRuns:
-    """Runs by name.
-
-    Attributes:
-        runs: those with metrics.
-        results: comparison of those with results.json; `None` if none has.
-    """
-
-    runs: dict[str, RunRecord]
-    results: Comparison | None
-    colour_of: dict[str, Colour]
 
 
 def compare_as_page(
@@ -63,86 +58,73 @@ def compare_as_page(
     if judged or markdown_file is not None or csv_file is not None:
         comparison = compare(judged, markdown_file=markdown_file, csv_file=csv_file)
     named = dict(zip(names(directories), directories, strict=True))
-    compared = ComparedRuns(
-        runs={name: read_run(path) for name, path in named.items() if (path / METRICS_FILE).is_file()},
-        results=replace(comparison, runs=[name for name, path in named.items() if path in judged]) if judged else None,
-        colour_of=colours(named),
-    )
-    write_output(page, page_text(comparison_page(compared)), "--html ")
+    runs = {name: read_run(path) for name, path in named.items() if (path / METRICS_FILE).is_file()}
+    results = replace(comparison, runs=[name for name, path in named.items() if path in judged]) if judged else None
+    write_output(page, page_text(comparison_page(runs, results, colours(named))), "--html ")
     return replace(comparison, files=[*comparison.files, page])
 
 
-def comparison_page(compared: ComparedRuns) -> Page:
-    count = len(compared.colour_of)
-    sections = [*_results(compared), *_end_figures(compared), *_curves(compared), *_settings(compared)]
+def comparison_page(runs: Mapping[str, RunRecord], results: Comparison | None, colour_of: Mapping[str, Colour]) -> Page:
+    """Build the page.
+
+    Args:
+        runs: those with metrics, by name.
+        results: comparison of those with results.json; `None` if none has.
+        colour_of: colours of all runs.
+    """
+    blocks: dict[str, list[Block]] = {
+        "results": [] if results is None else [*result_tables(results), Sentences(sentences=legend(results))],
+        "end": [training_table(runs, colour_of)] if runs else [],
+        "curves": list(_curves(runs, colour_of)),
+        "settings": list(_settings({name: flat(run.settings) for name, run in runs.items() if run.settings})),
+    }
+    sections = [
+        PageSection(name=name, title=title, look_for=look_for, blocks=blocks[name])
+        for name, (title, look_for) in SECTIONS.items()
+    ]
     return Page(
         kind="Comparison",
-        title=f"{count} run{'s' * (count > 1)} side by side",
-        lead=[shorten(", ".join(compared.colour_of), 1000)],
+        title=f"{len(colour_of)} run{'s' * (len(colour_of) > 1)} side by side",
+        lead=[shorten(", ".join(colour_of), 1000)],
         sections=sections,
         made_of="Made by trp-scale compare.",
     )
 
 
-def _results(compared: ComparedRuns) -> Iterator[PageSection]:
-    if compared.results is not None:
-        yield PageSection(
-            name="results",
-            title="Downstream results",
-            look_for=("Whether a difference exceeds the seed noise: bold ones do, after correction for all tests."),
-            blocks=[*result_tables(compared.results), Sentences(sentences=legend(compared.results))],
-        )
+SECTIONS = {
+    "results": (
+        "Downstream results",
+        "Whether a difference exceeds the seed noise: bold ones do, after correction for all tests.",
+    ),
+    "end": ("End figures", "The run with the lowest final loss of the worst task, and its cost."),
+    "curves": (
+        "Curves",
+        "Where runs diverge. A run has the same colour in all plots; a click on its name hides it.",
+    ),
+    "settings": (
+        "Settings that differ",
+        "All other differences between the runs are due to data, version or randomness.",
+    ),
+}
+"""Title and hint of each section."""
 
 
-def _end_figures(compared: ComparedRuns) -> Iterator[PageSection]:
-    """Build a table with one row per run: final loss of each task, and its cost."""
-    runs = compared.runs
-    if not runs:
-        return
-    figures = end_figures(runs)
-    rows: list[list[str | Cell]] = [
-        [Cell(text=name, colour=compared.colour_of[name]), run.state.word, *(row[number] for row in figures.values())]
-        for number, (name, run) in enumerate(runs.items())
-    ]
-    yield PageSection(
-        name="end",
-        title="End figures",
-        look_for="The run with the lowest final loss of the worst task, and its cost.",
-        blocks=[Table(head=["run", "end", *figures], rows=rows, words=2, notes=[END_NOTE])],
-    )
+def _curves(runs: Mapping[str, RunRecord], colour_of: Mapping[str, Colour]) -> Iterator[Plot]:
+    for task in task_names(runs)[:MOST_TASKS]:
+        losses = {name: run.curves.losses.get(task) for name, run in runs.items()}
+        titled = {f"{task}: training loss": losses}
+        for figure in dict.fromkeys(name for run in runs.values() for name in run.curves.held_out):
+            curves = {name: run.curves.held_out.get(figure, {}).get(task) for name, run in runs.items()}
+            titled[f"{task}: held-out {to_words(figure)}"] = curves
+        for title, curves in titled.items():
+            drawn = {name: curve for name, curve in curves.items() if curve is not None and len(curve)}
+            lines = [Line(name=name, points=curve.points(), colour=colour_of[name]) for name, curve in drawn.items()]
+            if lines:
+                yield Plot(title=title, lines=lines).limit_lines()
 
 
-def _curves(compared: ComparedRuns) -> Iterator[PageSection]:
-    plots = []
-    for task in task_names(compared.runs)[:MOST_TASKS]:
-        losses = {name: run.curves.losses.get(task) for name, run in compared.runs.items()}
-        plots.append(_plot(compared, f"{task}: training loss", losses))
-        for figure in dict.fromkeys(name for run in compared.runs.values() for name in run.curves.held_out):
-            curves = {name: run.curves.held_out.get(figure, {}).get(task) for name, run in compared.runs.items()}
-            plots.append(_plot(compared, f"{task}: held-out {to_words(figure)}", curves))
-    plots = [plot.limit_lines() for plot in plots if plot.lines]
-    if plots:
-        yield PageSection(
-            name="curves",
-            title="Curves",
-            look_for=("Where runs diverge. A run has the same colour in all plots; a click on its name hides it."),
-            blocks=plots,
-        )
-
-
-def _plot(compared: ComparedRuns, title: str, curves: Mapping[str, Curve | None]) -> Plot:
-    lines = [
-        Line(name=name, points=curve.points(), colour=compared.colour_of[name])
-        for name, curve in curves.items()
-        if curve is not None and len(curve)
-    ]
-    return Plot(title=title, lines=lines)
-
-
-def _settings(compared: ComparedRuns) -> Iterator[PageSection]:
-    settings = {name: flat(run.settings) for name, run in compared.runs.items() if run.settings}
-    if len(settings) < 2:
-        return
+def _settings(settings: Mapping[str, Mapping[str, object]]) -> Iterator[Table]:
+    """Yield a table of the settings that differ, if any; `settings`: flat, by run."""
     rows = []
     for setting in dict.fromkeys(name for flags in settings.values() for name in flags):
         if any(setting not in flags for flags in settings.values()):
@@ -152,9 +134,4 @@ def _settings(compared: ComparedRuns) -> Iterator[PageSection]:
             cells = [Cell(text=shorten(value.strip('"'), 300), code=True) for value in values]
             rows.append([Cell(text=setting, code=True), *cells])
     if rows:
-        yield PageSection(
-            name="settings",
-            title="Settings that differ",
-            look_for="All other differences between the runs are due to data, version or randomness.",
-            blocks=[Table(head=["setting", *settings], rows=rows, words=1 + len(settings))],
-        )
+        yield Table(head=["setting", *settings], rows=rows, words=1 + len(settings))
