@@ -35,6 +35,7 @@ from typing import Any, NamedTuple
 
 from trp_scale.config.files import read_optional_object
 from trp_scale.distributed.launchers import list_ranks
+from trp_scale.distributed.stop import process_status
 from trp_scale.errors import ExitStatus, RefusedError
 
 LEASE = "lease.json"
@@ -210,10 +211,8 @@ def _pid_namespace() -> str:
 def _began(process: int) -> str:
     """Return the start time of a process in ticks since boot, which tells processes with the same id apart; "" if the
     process has ended or is a zombie."""
-    with contextlib.suppress(OSError, IndexError):
-        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-        return "" if fields[0] in ("Z", "X") else fields[19]
-    return ""
+    status = process_status(process)
+    return "" if not status or status[0] in ("Z", "X") else status[19]
 
 
 def _modified_ns(path: Path) -> int | None:

@@ -253,7 +253,12 @@ def ended_launcher(launchers: tuple[int, ...]) -> int | None:
 
 
 def _parent_process(process: int) -> int | None:
-    try:
-        return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
-    except (OSError, ValueError, IndexError):
-        return None
+    status = process_status(process)
+    return int(status[1]) if status else None
+
+
+def process_status(process: int | str) -> list[str]:
+    """Return the fields of /proc/PROCESS/stat after the name; empty if the process has ended."""
+    with suppress(OSError):
+        return Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+    return []

@@ -54,7 +54,7 @@ def finetune(arguments: FinetuneArguments) -> Measurement:
         check_engine(arguments.config, engine_name, gpu=environment.device.type == "cuda")
         engine_rules(engine_name).join_groups(config, environment)
         world = environment.world
-        run_dir = rundir.create_run_directory(arguments, world)
+        run_dir = rundir.create_run_directory(arguments.run_dir, arguments.recipe_name(), world)
         check_shared_directory(run_dir, world)
         rundir.refuse_runs(run_dir, rundir.CONFIG_FILE, "a run of trp-scale pretrain", world)
         baseline = None if arguments.baseline is None else read_results(arguments.baseline)
@@ -62,7 +62,8 @@ def finetune(arguments: FinetuneArguments) -> Measurement:
         if arguments.only is not None:
             task_number, number = divmod(arguments.only, arguments.seeds)
             seed_arguments = select_seed(arguments, tasks[task_number], number, run_dir)
-            seed_dir = rundir.create_run_directory(seed_arguments, world)  # other processes guard the other runs
+            # Other processes guard the other runs.
+            seed_dir = rundir.create_run_directory(seed_arguments.run_dir, arguments.recipe_name(), world)
             with guard_run(seed_dir, config, environment, stop_directory=run_dir) as guard:
                 ended, result = run_seed(seed_arguments, environment, engine_name, guard)
                 return measurement(arguments, ended, [[] if result is None else [result]], written=False)
@@ -159,7 +160,7 @@ def run_seed(
         if done is not None:
             check_same_data(run_dir, done.data, earlier)
             return Ended(run_dir, FINISHED, ExitStatus.DONE), done
-    rundir.create_run_directory(arguments, world)
+    rundir.create_run_directory(arguments.run_dir, arguments.recipe_name(), world)
     results: list[SeedResult] = []
     tasks: list[DownstreamTask[Any]] = []
 

@@ -130,16 +130,6 @@ def find_gpu(name: str) -> Gpu:
     return GPUS[name]
 
 
-def assumptions() -> list[str]:
-    """Return descriptions of the assumptions about clusters."""
-    return [
-        f"a large collective reaches {SHARE_OF_LINKS:.0%} of the slowest link; nodes of 8 GPUs share all adapters",
-        f"a collective takes {CALL * 1e6:.0f} us plus, per GPU of its ring, {HOP * 1e6:.0f} us within a node and "
-        f"{NETWORK_HOP * 1e6:.0f} us between nodes",
-        f"the hosts' all-reduce is a ring over TCP, {HOST_HOP * 1e6:.0f} us a hop, while the GPUs still have work",
-    ]
-
-
 NO_DATA = "(none)"
 """Placeholder of --data.path in a plan without data."""
 NO_MIXTURE = f"first:0.5={NO_DATA},second:0.5={NO_DATA}"

@@ -13,12 +13,23 @@ from trp_scale.config.run_flags import Arguments
 from trp_scale.console import GIB, Shown, Table
 from trp_scale.data.mixture import parse_paths
 from trp_scale.engines import ds_config
-from trp_scale.planning import clusters
-from trp_scale.planning.clusters import GPUS, NO_DATA, Cluster, Gpu, PlanArguments, find_gpu
+from trp_scale.models.counting import TRAINING_OVER_FORWARD
+from trp_scale.planning.clusters import (
+    CALL,
+    GPUS,
+    HOP,
+    HOST_HOP,
+    NETWORK_HOP,
+    NO_DATA,
+    SHARE_OF_LINKS,
+    Cluster,
+    Gpu,
+    PlanArguments,
+    find_gpu,
+)
 from trp_scale.planning.counting import Counted
 from trp_scale.planning.layouts import LayoutChoice
-from trp_scale.planning.plan import ClusterPlan, fitting, make_plans, refusal
-from trp_scale.planning.plan import assumptions as step_assumptions
+from trp_scale.planning.plan import HOST_LINK, ROWS_A_CORE, WAITING, ClusterPlan, fitting, make_plans, refusal
 from trp_scale.pretraining.base import DataFacts, find_upstream, set_length
 
 if TYPE_CHECKING:
@@ -72,7 +83,7 @@ def memory_table(plans: Sequence[ClusterPlan]) -> Table:
 
 def time_lines(plan: ClusterPlan) -> list[str]:
     """Return lines on the duration of a run and of the parts of a step."""
-    step = plan.step
+    step, cores = plan.step, plan.cluster.gpu.cores
     assert step is not None, "of a plan that fits"
     parts = {
         "arithmetic": step.compute,
@@ -87,7 +98,7 @@ def time_lines(plan: ClusterPlan) -> list[str]:
     return [
         f"{plan.steps:,} steps take {plan.days:,.2f} days, {plan.gpu_hours:,.0f} GPU-hours",
         f"milliseconds of a step: {listed}",
-        f"the loader needs {step.cores:.1f} cores a GPU of {plan.cluster.gpu.cores}",
+        f"the loader needs {step.loader * cores / step.seconds:.1f} cores a GPU of {cores}",
     ]
 
 
@@ -108,7 +119,7 @@ def curve(plan_of_world: Mapping[int, ClusterPlan | RefusedError]) -> Table:
     return Table(head=CURVE, rows=rows, words=2, notes=notes)
 
 
-def describe_plan(counted: Counted, cluster: clusters.Cluster) -> Iterator[str]:
+def describe_plan(counted: Counted, cluster: Cluster) -> Iterator[str]:
     """Describe the plan in three lines."""
     config, outline = counted.config, counted.outline
     network = f", and {counted.network / 1e6:,.1f} M of the masking network" if counted.network else ""
@@ -124,14 +135,29 @@ def describe_plan(counted: Counted, cluster: clusters.Cluster) -> Iterator[str]:
     yield f"{cluster.gpus} x {cluster.gpu.name} in {cluster.nodes} node{'s' if cluster.nodes > 1 else ''}"
 
 
-def assumption_lines(gpu: clusters.Gpu) -> list[str]:
+def assumption_lines(gpu: Gpu) -> list[str]:
     """Return the assumptions of a plan."""
     return [
         f"predicted, not measured; {gpu.name}: {gpu.peak / 1e12:.0f} TFLOP/s in bf16, {gpu.memory / GIB:.0f} GiB at "
         f"{gpu.memory_rate / 1e12:.2f} TB/s, {gpu.link / 1e9:.0f} GB/s within a node, {gpu.network / 1e9:.3g} GB/s "
         f"between nodes, {gpu.cores} cores ({gpu.source})",
-        *clusters.assumptions(),
-        *step_assumptions(),
+        f"a large collective reaches {SHARE_OF_LINKS:.0%} of the slowest link; nodes of 8 GPUs share all adapters",
+        f"a collective takes {CALL * 1e6:.0f} us plus, per GPU of its ring, {HOP * 1e6:.0f} us within a node and "
+        f"{NETWORK_HOP * 1e6:.0f} us between nodes",
+        f"the hosts' all-reduce is a ring over TCP, {HOST_HOP * 1e6:.0f} us a hop, while the GPUs still have work",
+        "an operation takes the maximum of its bytes at 80 % of the memory's rate, its FLOPs at 70 % of the peak (35 % "
+        "in attention) and 2.3 us; --training.compile auto fuses everything between two products (best case); ZeRO-3 "
+        "is not compiled",
+        "gathers and reductions overlap with their pass, except the first gather of a forward pass and the last "
+        "reduction; collectives after the update and tensor-parallel sums do not overlap; with --fsdp.offload, copies "
+        f"between GPU and host at {HOST_LINK / 1e9:.0f} GB/s do not overlap",
+        f"per doubling of the nodes a step takes {WAITING:.1%} longer, since ranks wait for the slowest",
+        f"a loader core makes {ROWS_A_CORE['image']:.0f} crops of 224 px or {ROWS_A_CORE['text'] / 1e6:.1f} M "
+        "positions of text a second; the loaders use all cores of the node",
+        "passes of learned masks take the time of plain MAE passes with equal FLOPs; collectives of learned masks and "
+        "other hooks are ignored",
+        f"the backward pass does {TRAINING_OVER_FORWARD - 1} times the forward's arithmetic in model FLOPs; "
+        "checkpoints, validation, restarts and slow ranks are ignored",
     ]
 
 

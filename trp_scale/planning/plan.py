@@ -46,8 +46,7 @@ class Step:
         communication: all collectives, overlapped or not.
         host: of the host, which runs in parallel to the device.
         loader: to make the rows of a step on all cores of the rank.
-        cores: number of cores that a rank's loader needs.
-        flops: model FLOP/s per GPU, divided by its peak.
+        ideal: of the model FLOPs at the GPU's peak.
     """
 
     compute: float
@@ -57,8 +56,12 @@ class Step:
     communication: float
     host: float
     loader: float
-    cores: float
-    flops: float
+    ideal: float
+
+    @property
+    def flops(self) -> float:
+        """Model FLOP/s per GPU, divided by its peak."""
+        return self.ideal / self.seconds
 
     @property
     def seconds(self) -> float:
@@ -118,9 +121,8 @@ def predict_step(
     rows = micro * accumulation
     positions = counted.outline.positions
     samples = rows * (positions if config.reads == "text" else getattr(getattr(config, "crops", None), "count", 1))
-    model = counted.step_flops(cluster.gpus)
     update = _update(counted, layout, cluster, accumulation)
-    step = Step(
+    return Step(
         compute=compute,
         update=update,
         exposed=exposed,
@@ -128,11 +130,8 @@ def predict_step(
         communication=sum(hidden_seconds.values()) + summing,
         host=accumulation * launching + collectives + cluster.agreement(),
         loader=samples / ROWS_A_CORE[config.reads] / gpu.cores,
-        cores=0.0,
-        flops=0.0,
+        ideal=counted.step_flops(cluster.gpus) / cluster.gpus / peak,
     )
-    share = model / cluster.gpus / step.seconds / peak
-    return Step(**{**vars(step), "flops": share, "cores": samples / ROWS_A_CORE[config.reads] / step.seconds})
 
 
 def collective_seconds(message: Collective, cluster: Cluster) -> float:
@@ -174,25 +173,6 @@ def extra_passes(counted: Counted, accumulation: int, ranks: int) -> float:
     if not counted.network:
         return 1.0
     return counted.step_flops(ranks) / (TRAINING_OVER_FORWARD * counted.outline.forward_flops)
-
-
-def assumptions() -> list[str]:
-    """Return descriptions of the assumptions about a step."""
-    return [
-        "an operation takes the maximum of its bytes at 80 % of the memory's rate, its FLOPs at 70 % of the peak (35 % "
-        "in attention) and 2.3 us; --training.compile auto fuses everything between two products (best case); ZeRO-3 "
-        "is not compiled",
-        "gathers and reductions overlap with their pass, except the first gather of a forward pass and the last "
-        "reduction; collectives after the update and tensor-parallel sums do not overlap; with --fsdp.offload, copies "
-        f"between GPU and host at {HOST_LINK / 1e9:.0f} GB/s do not overlap",
-        f"per doubling of the nodes a step takes {WAITING:.1%} longer, since ranks wait for the slowest",
-        f"a loader core makes {ROWS_A_CORE['image']:.0f} crops of 224 px or {ROWS_A_CORE['text'] / 1e6:.1f} M "
-        "positions of text a second; the loaders use all cores of the node",
-        "passes of learned masks take the time of plain MAE passes with equal FLOPs; collectives of learned masks and "
-        "other hooks are ignored",
-        f"the backward pass does {TRAINING_OVER_FORWARD - 1} times the forward's arithmetic in model FLOPs; "
-        "checkpoints, validation, restarts and slow ranks are ignored",
-    ]
 
 
 ENOUGH_POSITIONS = 4096

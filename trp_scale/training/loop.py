@@ -96,18 +96,14 @@ class PendingStep:
         late: its statistics, being copied to the host.
         keys: [R] keys of this rank's rows, a copy; empty without spike detection.
         searched: a loss scaler's search skipped the step; it does not count as skipped.
-        step_seconds, processor_seconds, data_wait_seconds, hooks, replays: as in StepRecord.
+        measured: fields of its StepRecord that are known when it is queued.
     """
 
     step: int
     late: LateStats
     keys: Tensor
     searched: bool
-    step_seconds: float
-    processor_seconds: float
-    data_wait_seconds: float
-    hooks: Mapping[str, Any]
-    replays: int | None
+    measured: Mapping[str, Any]
 
 
 @dataclass(kw_only=True)
@@ -250,9 +246,10 @@ class Trainer:
         replays = 0 if captured is None else captured.replays
         go_back = self.control.mark()
         window = self._next_window()
-        counts = [self.objective.count(micro) for micro in window] or [self._no_counts()]
         written = self.control.checkpoints is not None and self.control.checkpoints.has_written()
-        local_counts = torch.stack(counts).sum(0)  # [T], on the host
+        local_counts = torch.zeros(len(self.objective.tasks), dtype=torch.float64)  # [T], on the host
+        for micro in window:
+            local_counts += self.objective.count(micro)
         agreed = self.agreement.reach(
             local_counts, window, stop=self.control.stop_requested() is not None, written=written
         )
@@ -274,11 +271,13 @@ class Trainer:
             late=ctx.late,
             keys=torch.empty(0) if self.spikes is None else torch.cat([micro.keys for micro in window]),
             searched=searched,
-            step_seconds=time.perf_counter() - started,
-            processor_seconds=time.process_time() - used,
-            data_wait_seconds=self.control.waited_seconds() - waited,
-            hooks=self.hooks.metrics() if self.observer.enabled and self.observer.wants(self.state.step) else {},
-            replays=None if captured is None else captured.replays - replays,
+            measured={
+                "step_seconds": time.perf_counter() - started,
+                "processor_seconds": time.process_time() - used,
+                "data_wait_seconds": self.control.waited_seconds() - waited,
+                "hooks": self.hooks.metrics() if self.observer.enabled and self.observer.wants(self.state.step) else {},
+                "replays": None if captured is None else captured.replays - replays,
+            },
         )
         if agreed.written and self.control.checkpoints is not None:
             self.control.checkpoints.settle()
@@ -342,9 +341,6 @@ class Trainer:
         except StoppedWaitingError as error:
             self.observer.message(str(error))
             return []
-
-    def _no_counts(self) -> Tensor:
-        return torch.zeros(len(self.objective.tasks), dtype=torch.float64)
 
     def report_unreadable_blocks(self, when: str, reasons: Mapping[str, str]) -> None:
         """Log the blocks that could not be read."""
@@ -434,12 +430,8 @@ class Trainer:
                 task: TaskRecord(loss=loss if count else None, weight=weight if count else 0.0, count=int(count))
                 for task, loss, weight, count in columns
             },
-            step_seconds=pending.step_seconds,
-            processor_seconds=pending.processor_seconds,
-            data_wait_seconds=pending.data_wait_seconds,
             applied=stats.applied,
-            hooks=pending.hooks,
-            replays=pending.replays,
+            **pending.measured,
         )
         self.observer.step(record)
 

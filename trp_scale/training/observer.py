@@ -23,6 +23,7 @@ from trp_scale.checkpoint.run_directory import SUMMARY_FILE
 from trp_scale.config import Config, LoggingConfig
 from trp_scale.config.files import read_object
 from trp_scale.core.engine import Trains
+from trp_scale.distributed.stop import process_status
 from trp_scale.storage.files import write_text
 from trp_scale.training.metrics import MetricsWriter, RunInfo, StepRecord, finite, read_history, worst_task
 from trp_scale.training.progress import PlainDisplay, open_display
@@ -71,8 +72,7 @@ def peak_memory_bytes(*, on_gpu: bool) -> int:
 
 def seconds_of_process() -> float:
     """Return the seconds since the start of this process, including imports."""
-    after_the_name = Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - int(after_the_name[19]) / os.sysconf("SC_CLK_TCK")
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - int(process_status("self")[19]) / os.sysconf("SC_CLK_TCK")
 
 
 class StartUp:
@@ -188,6 +188,13 @@ class StepProfile:
             torch.cuda.memory._dump_snapshot(str(path.with_suffix("").with_suffix(".memory.pickle")))  # type: ignore[no-untyped-call]
             torch.cuda.memory._record_memory_history(enabled=None)
         self.say(f"trace of steps {self.first} to {self._step}: {path}")
+
+
+SUMMARISED = (
+    *("step_seconds", "data_wait_share", "tokens_per_second", "model_flops_utilisation", "peak_memory_bytes"),
+    *("skipped_steps", "worst_task", "validation"),
+)
+"""Fields of a run's history that summary.json has unchanged."""
 
 
 class Observer:
@@ -410,19 +417,12 @@ class Observer:
             "start_step": self.info.start_step,
             "wall_seconds": time.monotonic() - self._began,
             "tokens": history.last_step * self.info.positions_per_step,
-            "step_seconds": history.step_seconds,
-            "data_wait_share": history.data_wait_share,
             "loader_workers": self.info.workers,
             "loader_workers_asked": self.info.workers_asked,
-            "tokens_per_second": history.tokens_per_second,
-            "model_flops_utilisation": history.model_flops_utilisation,
-            "peak_memory_bytes": history.peak_memory_bytes,
+            **{name: getattr(history, name) for name in SUMMARISED},
             "cache": history.cache or None,
-            "skipped_steps": history.skipped_steps,
             "loss": history.loss_end,
-            "worst_task": history.worst_task,
             "tasks": {name: asdict(task) for name, task in history.tasks.items()},
-            "validation": history.validation,
             "rows": dict(self.info.rows),
             "description": self.info.description,
             "hooks": list(self._display.hook_lines.values()),

@@ -67,7 +67,7 @@ def pretrain(arguments: Arguments) -> Ended:
         engine_name = arguments.choose_engine(environment.info.world)
         check_engine(arguments.config, engine_name, gpu=environment.device.type == "cuda")
         engine_rules(engine_name).join_groups(config, environment)
-        run_dir = rundir.create_run_directory(arguments, environment.world)
+        run_dir = rundir.create_run_directory(arguments.run_dir, arguments.recipe_name(), environment.world)
         check_shared_directory(run_dir, environment.world)
         what = "runs of trp-scale finetune"
         rundir.refuse_runs(run_dir, f"*/seed_*/{rundir.CONFIG_FILE}", what, environment.world)
@@ -147,21 +147,16 @@ class Run:
         self.notices += selection.notices
         path = selection.path
         if path is None:
-            self.origin = self._find_origin()  # before anything is built
+            if source := self.arguments.start_from:  # before anything is built
+                try:
+                    what = f"reading {source}"
+                    self.origin = on_rank_zero(self.world, what, lambda: find_checkpoint(Path(source)))
+                except RefusedError as error:
+                    raise RefusedError(f"--from {error}") from error
             return None, None
         stored = on_rank_zero(self.world, f"reading {path}", lambda: read_document(path))
         adopt_unrecorded(self.config, stored.config)
         return path, stored
-
-    def _find_origin(self) -> Path | None:
-        """Return the checkpoint of --from, if it is given."""
-        source = self.arguments.start_from
-        if not source:
-            return None
-        try:
-            return on_rank_zero(self.world, f"reading {source}", lambda: find_checkpoint(Path(source)))
-        except RefusedError as error:
-            raise RefusedError(f"--from {error}") from error
 
     def _choose_automatic_settings(
         self,
@@ -261,9 +256,10 @@ class Run:
         self.notices += on_rank_zero(self.world, f"going back to step {step}", lambda: take_back(self.run_dir, step))
 
     def _attach_observers(self) -> None:
-        """Write the description of the run; open metrics, checkpoints and profile; build the loop."""
+        """Write config.yaml, environment.json and the assets; open metrics, checkpoints and profile; build the loop."""
         config, rules = self.config, engine_rules(self.engine_name)
-        self._describe()
+        rundir.write_start(self.run_dir, config, self.environment, self.engine)
+        self.upstream.save_assets(self.run_dir, self.world)
         self.observer = self._observer()
         for notice in [*self.notices, *self.sources.notices, *cautions(config, self.context.steps_per_epoch)]:
             self.observer.message(notice)
@@ -447,21 +443,6 @@ class Run:
         if losses is not None:
             self.observer.validation(self.state.step, losses)
         return losses
-
-    def _describe(self) -> None:
-        """Write config.yaml, environment.json and the assets, after the checks of a resume."""
-        rundir.write_config(self.run_dir, self.config, self.world)
-        self.upstream.save_assets(self.run_dir, self.world)
-        rundir.write_environment(
-            self.run_dir,
-            self.environment.info,
-            self.world,
-            device=self.environment.device,
-            engine=self.engine.name,
-            zero_stage=self.engine.zero_stage,
-            micro_size=self.config.batch.micro_rows,
-            cpus=self.environment.cpus,
-        )
 
     def _observer(self) -> Observer:
         """Open the observer; if that fails on rank 0 (a missing extra, for example), raise on all ranks."""

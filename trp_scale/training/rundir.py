@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -37,7 +37,8 @@ from trp_scale.config import Config
 from trp_scale.config.files import json_lines, parse_json, read_object, read_optional_object
 from trp_scale.config.loader import dump
 from trp_scale.config.schema import Fields, clean_text
-from trp_scale.distributed.environment import Environment, RankInfo
+from trp_scale.core.engine import Engine
+from trp_scale.distributed.environment import Environment
 from trp_scale.distributed.groups import Group, on_rank_zero
 from trp_scale.distributed.liveness import HANGS, Lease, Watchdog, write_exclusively
 from trp_scale.distributed.stop import PERSON_REASONS, StopRequests, launcher_processes
@@ -58,17 +59,7 @@ _PACKAGES = (
 )
 
 
-class NamesDirectory(Protocol):
-    """Command line with an output directory."""
-
-    run_dir: Path | None
-
-    def recipe_name(self) -> str:
-        """Prefix of the directory's name if run_dir is None."""
-        ...
-
-
-def create_run_directory(arguments: NamesDirectory, world: Group) -> Path:
+def create_run_directory(run_dir: Path | None, recipe: str, world: Group) -> Path:
     """Create the run directory on rank 0 (--run_dir, or a new one under runs/) and return it on all ranks.
 
     Raises:
@@ -76,7 +67,7 @@ def create_run_directory(arguments: NamesDirectory, world: Group) -> Path:
     """
     problem, path = None, Path()
     if world.rank == 0:
-        path = arguments.run_dir or _unused_name(Path("runs"), arguments.recipe_name(), datetime.now())
+        path = run_dir or _unused_name(Path("runs"), recipe, datetime.now())
         path = path.absolute()
         try:
             path.mkdir(parents=True, exist_ok=True)
@@ -108,53 +99,34 @@ def continue_command(words: Sequence[str], run_dir: Path) -> str:
     return shlex.join([*words, *([] if named else ["--run_dir", str(directory)])])
 
 
-def write_config(run_dir: Path, config: Config, world: Group) -> None:
-    """Write config.yaml on rank 0, after the checks of a resume: it replaces that of the last start."""
-    if world.rank == 0:
+def write_start(run_dir: Path, config: Config, environment: Environment, engine: Engine) -> None:
+    """Write config.yaml, after the checks of a resume: it replaces that of the last start. Write environment.json: this
+    start, and earlier starts under `earlier`. Collective: gathers hosts and devices."""
+    device = environment.device
+    machines = environment.world.gather_objects((socket.gethostname(), _device_name(device)))
+    if environment.world.rank == 0:
         write_text(run_dir / CONFIG_FILE, dump(config))
-
-
-def write_environment(
-    run_dir: Path,
-    info: RankInfo,
-    world: Group,
-    *,
-    device: torch.device,
-    engine: str,
-    zero_stage: int | None,
-    micro_size: int,
-    cpus: int,
-) -> dict[str, Any]:
-    """Write environment.json: this start, and earlier starts under `earlier`. Collective: gathers hosts and devices.
-
-    Returns:
-        The contents, on every rank.
-    """
-    machines = world.gather_objects((socket.gethostname(), _device_name(device)))
-    start: dict[str, Any] = {}
-    if world.rank == 0:
-        start = {
+        start: dict[str, Any] = {
             "started": datetime.now(UTC).isoformat(timespec="seconds"),
             "command": [clean_text(word) for word in sys.orig_argv],
             "directory": str(Path.cwd()),
-            "engine": engine,
-            "zero_stage": zero_stage,
-            "micro_size": micro_size,
-            "world_size": info.world,
-            "launcher": info.launcher,
+            "engine": engine.name,
+            "zero_stage": engine.zero_stage,
+            "micro_size": config.batch.micro_rows,
+            "world_size": environment.info.world,
+            "launcher": environment.info.launcher,
             "hosts": list(dict.fromkeys(host for host, _ in machines)),
             "devices": [name for _, name in machines],
             "python": platform.python_version(),
             "platform": platform.platform(),
             "cuda": torch.version.cuda if device.type == "cuda" else None,
-            "cpus_per_rank": cpus,
+            "cpus_per_rank": environment.cpus,
             "threads_per_rank": torch.get_num_threads(),
             "versions": {package: _version(package) for package in _PACKAGES},
             "git": git_state(Path(trp_scale.__file__).resolve().parent),
         }
         start["earlier"] = _earlier(run_dir / ENVIRONMENT_FILE)
         write_text(run_dir / ENVIRONMENT_FILE, json.dumps(start, indent=2) + "\n")
-    return world.broadcast_object(start)
 
 
 def git_state(directory: Path) -> dict[str, Any] | None:

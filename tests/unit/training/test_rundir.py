@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,63 +14,58 @@ import torch
 from trp_scale.checkpoint.run_directory import checkpoint_path
 from trp_scale.config import RefusedError
 from trp_scale.config.loader import load_recipe
-from trp_scale.config.run_flags import Arguments
-from trp_scale.distributed.environment import RankInfo
+from trp_scale.distributed.environment import Environment, RankInfo
 from trp_scale.distributed.groups import ALONE
 from trp_scale.errors import ExitStatus
 from trp_scale.training import rundir
 from trp_scale.training.rundir import INCIDENTS_FILE, STOP_RECORD, Ending, Incidents, read_incidents
-
-CPU = torch.device("cpu")
 
 
 def test_the_name_has_the_recipe_and_the_time_and_is_never_taken_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    arguments = Arguments(recipe="somewhere/mine.yaml")
-    made = [rundir.create_run_directory(arguments, ALONE) for _ in range(3)]
+    made = [rundir.create_run_directory(None, "mine", ALONE) for _ in range(3)]
     assert len(set(made)) == 3
     assert all(path.parent == tmp_path / "runs" and path.name.startswith("mine-20") for path in made)
 
 
 def test_a_given_directory_is_made_and_kept(tmp_path: Path) -> None:
-    arguments = Arguments(run_dir=tmp_path / "deep" / "run")
     for _ in range(2):
-        assert rundir.create_run_directory(arguments, ALONE) == tmp_path / "deep" / "run"
+        assert rundir.create_run_directory(tmp_path / "deep" / "run", "", ALONE) == tmp_path / "deep" / "run"
     assert (tmp_path / "deep" / "run").is_dir()
 
 
 def test_a_directory_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(RefusedError, match="file/run"):
-        rundir.create_run_directory(Arguments(run_dir=tmp_path / "file" / "run"), ALONE)
+        rundir.create_run_directory(tmp_path / "file" / "run", "", ALONE)
+
+
+def start(run_dir: Path, engine: str = "plain", stage: int | None = None, steps: int = 7) -> None:
+    config = load_recipe("pos_bert_tiny")
+    config.training.steps, config.batch.micro_size = steps, 4
+    environment = Environment(RankInfo(launcher="torchrun"), use_gpu=False)
+    environment.cpus = 3
+    rundir.write_start(run_dir, config, environment, SimpleNamespace(name=engine, zero_stage=stage))  # type: ignore[arg-type]
 
 
 def test_config_yaml_is_a_recipe_with_every_setting(tmp_path: Path) -> None:
-    config = load_recipe("pos_bert_tiny")
-    config.training.steps = 7
-    rundir.write_config(tmp_path, config, ALONE)
-    assert load_recipe(tmp_path / "config.yaml") == config
-    config.training.steps = 9
-    rundir.write_config(tmp_path, config, ALONE)
-    assert load_recipe(tmp_path / "config.yaml").training.steps == 9
-    assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
+    for steps in (7, 9):
+        start(tmp_path, steps=steps)
+        assert load_recipe(tmp_path / "config.yaml").training.steps == steps
+    assert {path.name for path in tmp_path.iterdir()} == {"config.yaml", "environment.json"}
 
 
 def test_environment_json_says_how_each_start_was_made(tmp_path: Path) -> None:
     for engine, stage in (("plain", None), ("deepspeed", 3), ("fsdp", None)):
-        info = RankInfo(launcher="torchrun")
-        returned = rundir.write_environment(
-            tmp_path, info, ALONE, device=CPU, engine=engine, zero_stage=stage, micro_size=4, cpus=3
-        )
-        written = json.loads((tmp_path / "environment.json").read_text(encoding="utf-8"))
-        assert written == returned
+        start(tmp_path, engine, stage)
+    written = json.loads((tmp_path / "environment.json").read_text(encoding="utf-8"))
     assert (written["engine"], written["zero_stage"], written["world_size"]) == ("fsdp", None, 1)
-    assert (written["launcher"], written["cpus_per_rank"]) == ("torchrun", 3)
+    assert (written["launcher"], written["cpus_per_rank"], written["micro_size"]) == ("torchrun", 3, 4)
     assert torch.__version__.startswith(written["versions"]["torch"])
     assert written["devices"][0].startswith("cpu")
-    assert [(start["engine"], start["zero_stage"]) for start in written["earlier"]] == [
+    assert [(earlier["engine"], earlier["zero_stage"]) for earlier in written["earlier"]] == [
         ("plain", None),
         ("deepspeed", 3),
     ]
@@ -78,9 +74,7 @@ def test_environment_json_says_how_each_start_was_made(tmp_path: Path) -> None:
 def test_a_damaged_environment_json_is_refused(tmp_path: Path) -> None:
     (tmp_path / "environment.json").write_text("{", encoding="utf-8")
     with pytest.raises(RefusedError, match=r"environment\.json"):
-        rundir.write_environment(
-            tmp_path, RankInfo(), ALONE, device=CPU, engine="plain", zero_stage=None, micro_size=4, cpus=3
-        )
+        start(tmp_path)
 
 
 def test_git_state_is_that_of_a_checkout_that_tracks_the_package(tmp_path: Path) -> None:

@@ -300,7 +300,7 @@ def probe(arguments: ProbeArguments) -> Measurement:
     baseline = None if arguments.baseline is None else read_results(arguments.baseline)
     with Environment(timeout_minutes=60.0 * 24) as environment:  # ranks wait while rank 0 fits the classifiers
         world = environment.world
-        run_dir = create_run_directory(arguments, world)
+        run_dir = create_run_directory(arguments.run_dir, arguments.recipe_name(), world)
         check_shared_directory(run_dir, world)
         if arguments.task:
             from trp_scale.evaluation.probe.sentences import probe_sentences
