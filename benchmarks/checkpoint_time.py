@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.rounds import pair_ratio
 from benchmarks.steps import StepOptions, endless, trainer_of
-from benchmarks.workloads import text_workload
+from benchmarks.workloads import build_workload
 from trp_scale.checkpoint.manager import Content
 from trp_scale.checkpoint.writer import CheckpointWriter
 from trp_scale.config import CheckpointConfig
@@ -65,7 +65,7 @@ def time_round(trainer: Trainer, writer: CheckpointWriter | None, steps: int) ->
 def measure(options: Options, directory: Path) -> dict[str, list[tuple[float, float]]]:
     """Return the rounds of each way."""
     config = PosBertConfig(model=PosBertModelConfig(layers=options.layers, max_positions=128))
-    work = text_workload(endless(config, options.rows, precision=options.precision))
+    work = build_workload(endless(config, options.rows, precision=options.precision))
     trainer = trainer_of(work.plain(options.device()), work)
     trainer.train_step()
     writers = {

@@ -30,16 +30,7 @@ from benchmarks.method_cost import BALANCING
 from benchmarks.rounds import Measured, alternate, pair_ratio
 from benchmarks.step_time import bert_peer, peer_step
 from benchmarks.steps import Notes, Workload, model_flops
-from benchmarks.workloads import (
-    CLASSES,
-    ENCODERS,
-    VOCABULARY,
-    mae_workload,
-    mm_mae_workload,
-    set_encoder,
-    text_config,
-    text_workload,
-)
+from benchmarks.workloads import CLASSES, ENCODERS, VOCABULARY, build_workload, set_encoder, text_config
 from trp_scale.config.registry import make_settings
 from trp_scale.core.run import task_losses
 from trp_scale.engines.captured import RECORDERS, Captured
@@ -68,22 +59,22 @@ def bert(setting: Setting, rows: int, *, balancer: str = "minimax", length: int 
     model = setting.base if size == "base" or setting.small else set_encoder(PosBertModelConfig(), *ENCODERS["large"])
     config = text_config(model, rows=rows, balancer=BALANCING[balancer][0])
     config.masking.limit = setting.lengths[length]
-    return text_workload(config, length, setting.lengths[length])
+    return build_workload(config, length, setting.lengths[length])
 
 
 def mae(setting: Setting, rows: int) -> Workload:
-    return mae_workload(image_config(setting, "mae_vit_b", size="base", rows=rows))
+    return build_workload(image_config(setting, "mae_vit_b", size="base", rows=rows))
 
 
 def mm_mae(setting: Setting, rows: int, *, balancer: str = "minimax") -> Workload:
-    return mm_mae_workload(modality_config(setting, size="base", rows=rows, balancer=balancer))
+    return build_workload(modality_config(setting, size="base", rows=rows, balancer=balancer))
 
 
 def adpe(setting: Setting, rows: int, *, adversary: str = "", kind: str = "relative_coordinate") -> Workload:
     """MAE+ with the positions of an adversary of this kind, and this adversary; "none" has the same arithmetic."""
     config = image_config(setting, "mae_plus_vit_b", size="base", rows=rows, kind=kind)
     config.adversary = make_settings("adversary", adversary or kind)
-    return mae_workload(config)
+    return build_workload(config)
 
 
 MODELS: dict[str, tuple[Model, tuple[int, ...]]] = {

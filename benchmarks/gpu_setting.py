@@ -18,7 +18,7 @@ import torch
 
 from benchmarks.method_cost import BALANCING
 from benchmarks.steps import Notes, Precision, Workload, endless, trainer_of
-from benchmarks.workloads import MM_MAE, EncoderSize, image_recipe, small_bert, text_config, text_workload
+from benchmarks.workloads import MM_MAE, EncoderSize, build_workload, image_recipe, small_bert, text_config
 from trp_scale.config.images import ImagePretrainConfig
 from trp_scale.config.registry import make_settings
 from trp_scale.core.engine import Engine
@@ -122,7 +122,7 @@ def lacking(layout: str) -> str:
 def text(setting: Setting, model: PosBertModelConfig, length: int = 0, **settings: Any) -> Workload:
     """PoS-BERT over sequences of one of the setting's lengths, the shortest if it is 0; `settings` of `text_config`."""
     length = length or min(setting.lengths)
-    return text_workload(text_config(model, **settings), length, setting.lengths[length])
+    return build_workload(text_config(model, **settings), length, setting.lengths[length])
 
 
 def shrink(setting: Setting, config: ImagePretrainConfig) -> None:

@@ -23,7 +23,7 @@ from benchmarks.gpu_setting import (
 )
 from benchmarks.method_cost import BALANCING
 from benchmarks.steps import Workload
-from benchmarks.workloads import mae_workload, mm_mae_workload
+from benchmarks.workloads import build_workload
 from trp_scale.config.registry import make_settings
 from trp_scale.config.settings import Settings
 
@@ -51,7 +51,7 @@ def checked_images(setting: Setting, *, kind: str = "relative_coordinate", accum
     config.crops.count, config.optimizer.lr = 2, LR
     config.model.layers = min(config.model.layers, 4)
     config.vision.decoder_layers = min(config.vision.decoder_layers, 2)
-    return mae_workload(config)
+    return build_workload(config)
 
 
 def checked_modalities(setting: Setting, *, balancer: str = "gradnorm", accumulation: int = 2) -> Workload:
@@ -59,7 +59,7 @@ def checked_modalities(setting: Setting, *, balancer: str = "gradnorm", accumula
     rows = 2 if setting.small else 16
     config = modality_config(setting, size="tiny", rows=rows, accumulation=accumulation, balancer=balancer)
     config.model.layers, config.optimizer.lr = min(config.model.layers, 4), LR
-    return mm_mae_workload(config)
+    return build_workload(config)
 
 
 def waits_of(step: Callable[[], object]) -> list[str]:

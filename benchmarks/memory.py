@@ -43,7 +43,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.rounds import Answer, on_ranks
 from benchmarks.steps import micro_batches
-from benchmarks.workloads import LENGTH, masks_trainer, set_encoder, text_workload
+from benchmarks.workloads import LENGTH, build_workload, masks_trainer, set_encoder
 from trp_scale.config import BatchConfig, Config, ModelConfig, OptimizerConfig
 from trp_scale.config.images import CropsConfig, MaeMaskingConfig, MaeVisionConfig
 from trp_scale.config.registry import make_settings
@@ -133,7 +133,7 @@ def measure(layout: str, options: Options) -> tuple[int, int]:
     config = settings(options, LAYOUTS[layout][1])
     with ranks_environment(layout) as environment:
         base = resident_bytes()
-        work = text_workload(config)
+        work = build_workload(config)
         parameters = sum(parameter.numel() for parameter in work.module.parameters())
         engine = engine_on(environment, layout, work.module, config)
         batch = micro_batches(work.rows, ROWS)[0].to(environment.device)

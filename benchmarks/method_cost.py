@@ -32,16 +32,14 @@ from benchmarks.steps import StepOptions, Workload, endless, model_flops, record
 from benchmarks.workloads import (
     MM_MAE,
     EncoderSize,
+    build_workload,
     cycle,
     cycle_steps,
     image_recipe,
-    mae_workload,
     masks_trainer,
-    mm_mae_workload,
     plain_engines,
     resized,
     small_bert,
-    text_workload,
 )
 from trp_scale.config.registry import make_settings
 from trp_scale.config.settings import Settings
@@ -134,10 +132,10 @@ def compare_balancers(options: Options) -> Iterator[Comparison]:
     for name, (balancer, _) in BALANCING.items():
         config = image_recipe(MM_MAE, MmMaeConfig, options.model)
         config.balancer = replace(balancer)
-        images[name] = mm_mae_workload(endless(config, options.rows, precision=options.precision))
+        images[name] = build_workload(endless(config, options.rows, precision=options.precision))
         objective = PosBertObjectiveConfig(other="task")
         bert = PosBertConfig(model=small_bert(), objective=objective, balancer=replace(balancer))
-        texts[name] = text_workload(endless(bert, 2 * options.rows, precision=options.precision))
+        texts[name] = build_workload(endless(bert, 2 * options.rows, precision=options.precision))
     yield Comparison("MM-MAE", images, stated)
     yield Comparison("PoS-BERT", texts, stated)
 
@@ -149,7 +147,7 @@ def compare_minimax(options: Options) -> Iterator[Comparison]:
         for name, balancer in MINIMAX.items():
             config = PosBertConfig(model=small_bert(), balancer=balancer)
             micro = max(1, options.rows // accumulation)
-            works[name] = text_workload(endless(config, micro, accumulation=accumulation, precision=options.precision))
+            works[name] = build_workload(endless(config, micro, accumulation=accumulation, precision=options.precision))
         yield Comparison(f"PoS-BERT, {accumulation} micro-batches", works, {})
 
 
@@ -164,8 +162,8 @@ def compare_adversaries(options: Options) -> Iterator[Comparison]:
         base = ADVERSARIES[kind]
         config = copy.deepcopy(bases[base])
         config.adversary = make_settings("adversary", kind)
-        yield Comparison(kind, {base: mae_workload(bases[base]), f"AdPE {kind}": mae_workload(config)}, {})
-    yield Comparison("positions", {base: mae_workload(config) for base, config in bases.items()}, {})
+        yield Comparison(kind, {base: build_workload(bases[base]), f"AdPE {kind}": build_workload(config)}, {})
+    yield Comparison("positions", {base: build_workload(config) for base, config in bases.items()}, {})
 
 
 def compare_crops(options: Options) -> Iterator[Comparison]:
@@ -182,7 +180,7 @@ def compare_crops(options: Options) -> Iterator[Comparison]:
             config.crops.count, config.vision.decoder = count, decoder
             configs[f"MAE+ k={count}, {decoder}"] = config
     works = {
-        name: mae_workload(endless(config, options.rows, precision=options.precision))
+        name: build_workload(endless(config, options.rows, precision=options.precision))
         for name, config in configs.items()
     }
     yield Comparison("crops", works, {})

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.workloads import Labelled, loop_with_masks, mae_objective, plain_engines
+from benchmarks.workloads import Labelled, loop_with_masks, plain_engines
 from trp_scale.config import BatchConfig, ModelConfig, OptimizerConfig, PretrainTrainingConfig
 from trp_scale.config.images import CropsConfig, MaeMaskingConfig, MaeVisionConfig
 from trp_scale.config.registry import make_settings
@@ -35,6 +35,7 @@ from trp_scale.core.run import MakeEngine
 from trp_scale.methods.learned_masks.hook import LearnedMasks
 from trp_scale.pretraining.mae.model import MaskedAutoencoder
 from trp_scale.pretraining.mae.settings import MaeConfig
+from trp_scale.pretraining.mae.upstream import MaskedPatchReconstruction
 from trp_scale.training.loop import Trainer
 
 GRID, PATCH = 4, 4
@@ -168,8 +169,8 @@ class PlantedRun:
     def features(self, start: int, count: int) -> tuple[Tensor, Tensor]:
         """[count, D] means of the encoder's patch tokens of whole images, and [count] classes."""
         batch = self.planted.batch(start, count)
-        patches = mae_objective(self.config).patches(batch)
-        patches = patches.to(next(self.model.parameters()).dtype)
+        objective = MaskedPatchReconstruction(self.config.objective, PATCH)
+        patches = objective.patches(batch).to(next(self.model.parameters()).dtype)
         every = torch.arange(PATCHES).expand(count, -1)
         tokens = self.model(patches, every, every[:, :0], output="features")  # [count, 1 + N, D]
         return tokens[:, 1:].mean(1).double(), batch["labels"]

@@ -47,7 +47,7 @@ from torch.utils._pytree import tree_leaves
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.steps import Precision, Workload, endless, trainer_of
-from benchmarks.workloads import MM_MAE, EncoderSize, build_workload, image_recipe, text_config, text_workload
+from benchmarks.workloads import MM_MAE, EncoderSize, build_workload, image_recipe, text_config
 from trp_scale.config import PretrainConfig
 from trp_scale.config.images import ImagePretrainConfig
 from trp_scale.config.loader import load_recipe
@@ -222,7 +222,7 @@ def workload_of(model: Model, precision: Precision, rows: int = 0, adversary: st
         recipe = load_recipe(model.recipe)
         assert isinstance(recipe.model, PosBertModelConfig)
         config = text_config(recipe.model, rows=rows, precision=precision, balancer=recipe.balancer)
-        return text_workload(config, model.length, round(0.15 * model.length))
+        return build_workload(config, model.length, round(0.15 * model.length))
     images = endless(image_recipe(model.recipe, ImagePretrainConfig, model.size), rows, precision=precision)
     if adversary:
         assert isinstance(images, MaeConfig)

@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.rounds import alternate, pair_ratio, print_ratios
 from benchmarks.steps import Precision, StepOptions, Workload, endless, model_flops, whole_step
-from benchmarks.workloads import CLASSES, MM_MAE, VOCABULARY, build_workload, image_recipe, mae_objective, small_bert
+from benchmarks.workloads import CLASSES, MM_MAE, VOCABULARY, build_workload, image_recipe, small_bert
 from trp_scale.config import Config
 from trp_scale.config.registry import make_settings
 from trp_scale.core.batch import Batch
@@ -39,6 +39,7 @@ from trp_scale.models.patches import unpatchify
 from trp_scale.pretraining.base import DataFacts
 from trp_scale.pretraining.mae.image_weights import published_name
 from trp_scale.pretraining.mae.settings import MaeConfig
+from trp_scale.pretraining.mae.upstream import MaskedPatchReconstruction
 from trp_scale.pretraining.mae.weights import to_vitmae, vitmae_config
 from trp_scale.pretraining.mm_mae.settings import MmMaeConfig
 from trp_scale.pretraining.pos_bert.model import bert_config
@@ -134,7 +135,7 @@ def mae_peer(work: Workload, weights: dict[str, Tensor]) -> tuple[nn.Module, dic
     """Return transformers' ViTMAE and its inputs: normalised images [B, 3, S, S], and noise [B, N] whose smallest
     values choose the visible patches."""
     config = work.config
-    assert isinstance(config, MaeConfig)
+    assert isinstance(config, MaeConfig) and isinstance(work.objective, MaskedPatchReconstruction)
     description = vitmae_config(config)
     description._attn_implementation = "sdpa"
     peer = ViTMAEForPreTraining(description)
@@ -142,7 +143,7 @@ def mae_peer(work: Workload, weights: dict[str, Tensor]) -> tuple[nn.Module, dic
     names = {published_name(name): name for name in peer.state_dict()}
     state = to_vitmae(weights, grid=config.crops.size // patch_size)
     peer.load_state_dict({names[name]: tensor for name, tensor in state.items()})
-    patches = mae_objective(config).patches(work.rows)  # [B, N, P]
+    patches = work.objective.patches(work.rows)  # [B, N, P]
     visible = work.rows["visible"].flatten(0, 1)  # [B, V]
     steps = torch.arange(patches.shape[1]) / (2 * patches.shape[1])  # no ties
     noise = torch.ones(patches.shape[:2]).scatter(1, visible, 0.0) + steps

@@ -34,15 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.gpu_setting import ENGINES, Setting, engine_of
 from benchmarks.rounds import on_ranks
 from benchmarks.steps import Precision, Workload, endless, trainer_of, whole_step
-from benchmarks.workloads import (
-    LENGTH,
-    mae_workload,
-    random_batch,
-    random_images,
-    set_encoder,
-    text_config,
-    text_workload,
-)
+from benchmarks.workloads import LENGTH, build_workload, random_batch, random_images, set_encoder, text_config
 from trp_scale.config.loader import load_recipe
 from trp_scale.config.registry import make_settings
 from trp_scale.distributed.environment import Environment
@@ -115,9 +107,9 @@ def workload(options: Options, world: int, accumulation: int = 1) -> Workload:
     own = options.rows * accumulation
     if options.model == "mae":
         images = autoencoder(options, accumulation * world, precision)
-        work = replace(mae_workload(images), rows=random_images(images, own))
+        work = replace(build_workload(images), rows=random_images(images, own))
     else:
-        work = replace(text_workload(bert(options, accumulation * world, precision)), rows=random_batch(own))
+        work = replace(build_workload(bert(options, accumulation * world, precision)), rows=random_batch(own))
     work.config.training.weights = work.config.training.gradients = precision
     work.config.fsdp.shard_ranks = options.shard_ranks
     return work

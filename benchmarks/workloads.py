@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -27,19 +27,15 @@ from trp_scale.config.settings import Settings
 from trp_scale.core.batch import Batch, WindowSource
 from trp_scale.core.hooks import built
 from trp_scale.core.run import MakeEngine, RunContext
-from trp_scale.data.text.dataset import GROUPS
 from trp_scale.engines.plain import PlainEngine
 from trp_scale.methods.learned_masks.settings import LearnedMasksSettings
+from trp_scale.pretraining.base import DataFacts, find_upstream
 from trp_scale.pretraining.mae.model import MaskedAutoencoder
 from trp_scale.pretraining.mae.settings import MaeConfig
 from trp_scale.pretraining.mae.upstream import MaskedPatchReconstruction
 from trp_scale.pretraining.mm_mae.batch import RunModalities
-from trp_scale.pretraining.mm_mae.model import MultimodalMaskedAutoencoder
 from trp_scale.pretraining.mm_mae.settings import MmMaeConfig
-from trp_scale.pretraining.mm_mae.upstream import MultimodalReconstruction
-from trp_scale.pretraining.pos_bert.model import BertForMaskedPositions
 from trp_scale.pretraining.pos_bert.settings import PosBertConfig, PosBertModelConfig
-from trp_scale.pretraining.pos_bert.upstream import PosMaskedLanguageModelling
 from trp_scale.training.loop import Trainer
 
 VOCABULARY, LENGTH, MASKED = 30522, 128, 19
@@ -94,16 +90,6 @@ def text_config(
     return endless(config, rows, accumulation=accumulation, precision=precision)
 
 
-def text_workload(config: PosBertConfig, length: int = LENGTH, masked: int = MASKED) -> Workload:
-    """A BERT of these settings over a global batch of random sequences."""
-    return Workload(
-        config=config,
-        module=BertForMaskedPositions(config.model, vocab_size=VOCABULARY, seed=config.training.seed),
-        objective=PosMaskedLanguageModelling(config.objective, GROUPS, config.model.hidden_size),
-        rows=random_batch(config.batch.global_size, length, masked),
-    )
-
-
 EncoderSize = Literal["tiny", "small", "base", "large"]
 
 ENCODERS: dict[EncoderSize, tuple[int, int]] = {
@@ -133,7 +119,7 @@ def resized(config: Run, size: EncoderSize) -> Run:
     return config
 
 
-def random_images(config: MaeConfig, rows: int) -> Batch:
+def random_images(config: Any, rows: int) -> Batch:
     """`rows` images of noise with the recipe's crops and random masks."""
     generator = torch.Generator().manual_seed(0)
     crops, side = config.crops.count, config.crops.size
@@ -147,16 +133,6 @@ def random_images(config: MaeConfig, rows: int) -> Batch:
         "row_weights": torch.ones(rows),
     }
     return Batch(fields=fields, keys=torch.arange(rows), start=0)
-
-
-def mae_objective(config: MaeConfig) -> MaskedPatchReconstruction:
-    return MaskedPatchReconstruction(config.objective, config.vision.patch_size)
-
-
-def mae_workload(config: MaeConfig) -> Workload:
-    """A masked autoencoder of these settings over a global batch of random images."""
-    rows = random_images(config, config.batch.global_size)
-    return Workload(config=config, module=MaskedAutoencoder(config), objective=mae_objective(config), rows=rows)
 
 
 def random_modalities(config: MmMaeConfig, rows: int) -> Batch:
@@ -180,24 +156,16 @@ def random_modalities(config: MmMaeConfig, rows: int) -> Batch:
     return Batch(fields=fields, keys=torch.arange(rows), start=0)
 
 
-def build_workload(config: PretrainConfig) -> Workload:
-    """Return the model of these settings over a global batch of random rows of its kind."""
+def build_workload(config: PretrainConfig, length: int = LENGTH, masked: int = MASKED) -> Workload:
+    """Return the model and objective of these settings over a global batch of random rows of its kind; `length` and
+    `masked`: of text."""
+    facts, rows = DataFacts(length=length, vocabulary=VOCABULARY, classes=CLASSES), config.batch.global_size
+    outline = find_upstream(config).outline(config, facts)
     if isinstance(config, PosBertConfig):
-        return text_workload(config)
-    if isinstance(config, MmMaeConfig):
-        return mm_mae_workload(config)
-    assert isinstance(config, MaeConfig)
-    return mae_workload(config)
-
-
-def mm_mae_workload(config: MmMaeConfig) -> Workload:
-    """A masked autoencoder of several modalities over a global batch of random images."""
-    return Workload(
-        config=config,
-        module=MultimodalMaskedAutoencoder(config, CLASSES),
-        objective=MultimodalReconstruction(config),
-        rows=random_modalities(config, config.batch.global_size),
-    )
+        batch = random_batch(rows, length, masked)
+    else:
+        batch = random_modalities(config, rows) if isinstance(config, MmMaeConfig) else random_images(config, rows)
+    return Workload(config=config, module=outline.model(), objective=outline.objective, rows=batch)
 
 
 LABEL_CLASSES = 1000
@@ -252,7 +220,7 @@ def loop_with_masks(
     """Return the loop over these windows, with learned masks where the settings have them."""
     run = RunContext(
         config=config,
-        objective=mae_objective(config),
+        objective=MaskedPatchReconstruction(config.objective, config.vision.patch_size),
         engine=make_engine(model, config),
         sources=Served(train=source, downstream=labelled),
         make_engine=make_engine,
