@@ -18,12 +18,11 @@ from functools import partial
 
 import numpy as np
 import torch
-from torch import Tensor
 from transformers import ModernBertForMaskedLM
 
 from benchmarks.gpu_setting import Figures, Item, Setting, use_of_peak
 from benchmarks.rounds import alternate, pair_ratio
-from benchmarks.step_time import peer_step
+from benchmarks.step_time import bert_inputs, peer_step
 from benchmarks.steps import Workload, whole_step
 from benchmarks.workloads import VOCABULARY, random_batch, text_config
 from trp_scale.config.loader import load_recipe
@@ -44,6 +43,7 @@ MEDIAN, SPREAD = 256, 1.0
 """Median length of a document, and standard deviation of its logarithm."""
 ROUNDS = 9
 """Measured steps of each side."""
+MODERN_INPUTS = ("input_ids", "attention_mask", "labels")
 SPECIAL = {"pad": 0, "cls": 2, "sep": 3}
 
 
@@ -103,14 +103,6 @@ def counted_tokens(batch: Batch) -> int:
     return int(batch["attention_mask"].sum()) if "attention_mask" in batch.fields else batch["tokens"].numel()
 
 
-def peer_inputs(batch: Batch) -> dict[str, Tensor]:
-    """Return padded rows as transformers takes them."""
-    labels = torch.full_like(batch["tokens"], -100)
-    labels.scatter_(1, batch["masked_positions"], batch["labels"])
-    mask = batch.fields.get("attention_mask", torch.ones_like(batch["tokens"], dtype=torch.bool))
-    return {"input_ids": batch["tokens"], "attention_mask": mask.long(), "labels": labels}
-
-
 def measure(setting: Setting, rows: int, length: int, read: Callable[[PosBertConfig], dict[str, Batch]]) -> Figures:
     """Return the rates of our steps on packed and padded rows, and of transformers' model on the padded ones."""
     config = modern_config(setting, rows, length)
@@ -123,7 +115,8 @@ def measure(setting: Setting, rows: int, length: int, read: Callable[[PosBertCon
         steps[name] = whole_step(work, setting.device)
     peer = ModernBertForMaskedPositions.transformers_model(config.model, VOCABULARY, SPECIAL)
     assert isinstance(peer, ModernBertForMaskedLM)
-    steps["transformers"] = peer_step(peer.train(), peer_inputs(batches["padded"]), config, setting.device)
+    inputs = {name: value for name, value in bert_inputs(batches["padded"]).items() if name in MODERN_INPUTS}
+    steps["transformers"] = peer_step(peer.train(), inputs, config, setting.device)
     measured = alternate(steps, rounds=ROUNDS)
     tokens = {name: counted_tokens(batch) for name, batch in batches.items()}
     tokens["transformers"] = tokens["padded"]

@@ -27,7 +27,6 @@ import tyro
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.rounds import Measured, alternate, print_ratios
-from benchmarks.step_counts import CountsOperations
 from benchmarks.steps import StepOptions, Workload, endless, model_flops, recorded_flops, whole_step
 from benchmarks.workloads import (
     MM_MAE,
@@ -44,6 +43,7 @@ from benchmarks.workloads import (
 from trp_scale.config.registry import make_settings
 from trp_scale.config.settings import Settings
 from trp_scale.core import pieces
+from trp_scale.models.counting import RecordsOperations
 from trp_scale.pretraining.mae.settings import MaeConfig
 from trp_scale.pretraining.mm_mae.settings import MmMaeConfig
 from trp_scale.pretraining.pos_bert.settings import PosBertConfig, PosBertObjectiveConfig
@@ -230,9 +230,9 @@ def over_plain(config: MaeConfig, options: Options) -> dict[str, float]:
 def count_operations(run: Callable[[], object]) -> int:
     """Count operations that launch work; an operation over a list of tensors is one, and lists are as on a GPU."""
     run()  # the optimizers' states are made
-    with mock.patch.object(pieces, "foreach_chunk_bytes", lambda _: ON_A_GPU), CountsOperations() as counter:
+    with mock.patch.object(pieces, "foreach_chunk_bytes", lambda _: ON_A_GPU), RecordsOperations() as recorder:
         run()
-    return sum(counter.counts.operations.values())
+    return len(recorder.recorded)
 
 
 def measure_masks(options: Options, device: torch.device) -> None:

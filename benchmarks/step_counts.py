@@ -28,7 +28,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -55,7 +55,7 @@ from trp_scale.config.registry import make_settings
 from trp_scale.core.batch import Batch, TaskLosses
 from trp_scale.core.hooks import StepContext
 from trp_scale.engines.plain import PlainEngine
-from trp_scale.models.counting import RecordsOperations, gpu_attention, launches, replace_parameters, storage
+from trp_scale.models.counting import Operation, RecordsOperations, gpu_attention, launches, replace_parameters, storage
 from trp_scale.pretraining.mae.settings import MaeConfig
 from trp_scale.pretraining.pos_bert.settings import PosBertModelConfig
 from trp_scale.training.decisions import Agreed
@@ -119,27 +119,22 @@ class Options:
 
 @dataclass(kw_only=True)
 class Counts:
-    """Of a step. Attributes: operations, moved, flops: by phase. saved: bytes. names: of the operations."""
+    """Of a step. Attributes: operations, moved, flops: by phase. saved: bytes."""
 
-    operations: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PHASES, 0))
-    moved: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PHASES, 0))
-    flops: int = 0
+    operations: dict[str, int]
+    moved: dict[str, int]
+    flops: int
     saved: int = 0
-    names: set[str] = field(default_factory=set)
 
 
-class CountsOperations(RecordsOperations):  # type: ignore[no-untyped-call]
-    """Adds to `counts` what is asked of the device while it is active."""
-
-    def __init__(self, *, fused: bool = False) -> None:
-        super().__init__(fused=fused)
-        self.counts = Counts()
-
-    def add(self, name: str, moved: int, flops: int) -> None:
-        self.counts.operations[self.phase] += 1
-        self.counts.moved[self.phase] += moved
-        self.counts.flops += flops
-        self.counts.names.add(name)
+def count_recorded(recorded: list[Operation]) -> Counts:
+    """Sum recorded operations by phase."""
+    phases = {phase: [operation for operation in recorded if operation.phase == phase] for phase in PHASES}
+    return Counts(
+        operations={phase: len(operations) for phase, operations in phases.items()},
+        moved={phase: sum(operation.moved for operation in operations) for phase, operations in phases.items()},
+        flops=sum(operation.flops for operation in recorded),
+    )
 
 
 class InPlace(PlainEngine):
@@ -165,7 +160,7 @@ class FakeTraining:
             trainer.agreement.reach = agreed  # type: ignore[method-assign, assignment]
             window = [self.fake_batch(micro) for micro in trainer.source.next_window()]
             trainer.source.next_window = lambda: window  # type: ignore[method-assign]
-            engine, counter = trainer.engine, CountsOperations(fused=fused)
+            engine, counter = trainer.engine, RecordsOperations(fused=fused)
             own = {storage(tensor) for tensor in work.module.state_dict(keep_vars=True).values()}
             kept: dict[int, Tensor] = {}
 
@@ -183,8 +178,8 @@ class FakeTraining:
                 counter,
             ):
                 trainer.train_step()
-            counter.counts.saved = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
-            return counter.counts
+            saved = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+            return replace(count_recorded(counter.recorded), saved=saved)
 
     def fake(self, tensor: Tensor) -> Tensor:
         return self.mode.from_tensor(tensor, static_shapes=True)
@@ -200,7 +195,7 @@ def agreed(counts: Tensor, window: list[Batch], *, stop: bool, written: bool = F
 
 
 @contextmanager
-def entering(engine: Any, name: str, counter: CountsOperations, phase: str) -> Iterator[None]:
+def entering(engine: Any, name: str, counter: RecordsOperations, phase: str) -> Iterator[None]:
     """Calls of the engine's method `name` begin a phase."""
     method: Callable[..., Any] = getattr(engine, name)
 

@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.step_counts import CountsOperations, counted, counted_graphs, tiny_workload
+from benchmarks.step_counts import count_recorded, counted, counted_graphs, tiny_workload
 from tests.grids import always
+from trp_scale.models.counting import RecordsOperations
 
 KEPT = Path(__file__).parent / "step_counts.json"
 REWRITE = (
@@ -32,14 +33,14 @@ of_the_pinned_torch = pytest.mark.skipif(
 def test_operations_and_their_bytes() -> None:
     layer = nn.Linear(4, 3)
     inputs = torch.zeros(2, 4)
-    with CountsOperations() as counter:
+    with RecordsOperations() as counter:
         hidden = layer(inputs)  # reads 2 x 4, 3 x 4 and 3 numbers, writes 2 x 3; the weight's transpose is a view
         kept = hidden.view(6)[1:]  # views
         torch.empty(100)  # memory without content
         kept.mul_(2.0)  # reads and writes 5
-    assert counter.counts.operations == {"forward": 2, "backward": 0, "update": 0}
-    assert counter.counts.moved["forward"] == 4 * (8 + 12 + 3 + 6) + 4 * (5 + 5)
-    assert counter.counts.flops == 2 * 2 * 4 * 3
+    assert count_recorded(counter.recorded).operations == {"forward": 2, "backward": 0, "update": 0}
+    assert count_recorded(counter.recorded).moved["forward"] == 4 * (8 + 12 + 3 + 6) + 4 * (5 + 5)
+    assert count_recorded(counter.recorded).flops == 2 * 2 * 4 * 3
 
 
 def test_a_list_of_tensors_is_one_operation() -> None:
@@ -48,27 +49,27 @@ def test_a_list_of_tensors_is_one_operation() -> None:
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
-    with CountsOperations() as counter:
+    with RecordsOperations() as counter:
         torch._foreach_norm(parameters)  # reads 7 numbers, writes 2
-    assert sum(counter.counts.operations.values()) == 1
-    assert counter.counts.moved["forward"] == 4 * (7 + 2)
-    with CountsOperations() as counter:
+    assert len(counter.recorded) == 1
+    assert count_recorded(counter.recorded).moved["forward"] == 4 * (7 + 2)
+    with RecordsOperations() as counter:
         optimizer.step()
     # Its counts of steps go up in an operation of their own. Of four lists all are read, and may be written.
-    assert sum(counter.counts.operations.values()) == 2
-    assert counter.counts.moved["forward"] == pytest.approx(4 * 7 * (4 + 4), abs=40)
+    assert len(counter.recorded) == 2
+    assert count_recorded(counter.recorded).moved["forward"] == pytest.approx(4 * 7 * (4 + 4), abs=40)
 
 
 def test_fused_operations_read_once_and_write_what_is_still_needed() -> None:
     values, matrix = torch.zeros(8, 8), torch.zeros(8, 8)
-    with CountsOperations(fused=True) as counter:
+    with RecordsOperations(fused=True) as counter:
         kept = (values * 2.0 + values).sum(1)  # reads 64 once, writes 8
         matrix @ matrix  # reads twice 64, writes 64
         values.exp()  # is dropped: reads 64
     assert kept.shape == (8,)
-    assert counter.counts.operations["forward"] == 3
-    assert counter.counts.moved["forward"] == 4 * (64 + 8 + 3 * 64 + 64)
-    assert counter.counts.names == {"add + mul + sum", "mm", "exp"}
+    assert count_recorded(counter.recorded).operations["forward"] == 3
+    assert count_recorded(counter.recorded).moved["forward"] == 4 * (64 + 8 + 3 * 64 + 64)
+    assert {operation.name for operation in counter.recorded} == {"add + mul + sum", "mm", "exp"}
 
 
 @pytest.mark.exhaustive
