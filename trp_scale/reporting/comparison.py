@@ -161,11 +161,6 @@ class Comparison(Shown):
         """Known differences, row by row."""
         return [difference for row in self.differences.values() for difference in row if difference is not None]
 
-    @property
-    def tests(self) -> int:
-        """Number of p values."""
-        return sum(difference.test is not None for difference in self.all_differences)
-
 
 def compare_results(named: Mapping[str, Results]) -> Comparison:
     """Compare results. Figures by another metric or on another split get separate rows, which a note names. The worst
@@ -443,8 +438,8 @@ def legend(comparison: Comparison) -> list[str]:
     if not_judged:
         lines.append(f"never worst, since they are not judged: {', '.join(not_judged)}")
     lines += dict.fromkeys(f"on {key.split}: {key.rows}" for key in comparison.rows if key.rows)
-    if comparison.tests:
-        several = f"Holm-corrected for {comparison.tests} tests" if comparison.tests > 1 else "one test, uncorrected"
+    if tests := sum(difference.test is not None for difference in comparison.all_differences):
+        several = f"Holm-corrected for {tests} tests" if tests > 1 else "one test, uncorrected"
         lines.append(f"p: two-sided paired t-test over the n common seeds, {several}; bold: below {SIGNIFICANT}")
     return [*lines, *_notes_on_rows(comparison), *_notes_on_tests(comparison)]
 

@@ -149,8 +149,11 @@ class Plot:
         }
         if self.edge is not None:
             value, label = self.edge
-            layout["shapes"] = [_across(value)]
-            layout["annotations"] = [_annotation(value, label, log=self.log)]
+            rule = {"width": 1, "dash": "dot", "color": LIGHT[-1]}
+            across = {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": value, "y1": value, "line": rule}
+            named = {"text": as_text(label), "showarrow": False, "font": {"size": 11}}
+            at = {"xref": "paper", "x": 0, "xanchor": "left", "y": log10(value) if self.log else value}
+            layout |= {"shapes": [across], "annotations": [{**named, **at, "yanchor": "bottom"}]}
         return layout
 
     def _per_cent(self) -> str:
@@ -180,31 +183,6 @@ def _band(line: Line, number: int) -> dict[str, Any]:
         "line": {"width": 0, "color": line.colour.light},
         "hoverinfo": "skip",
         "legendgroup": str(number),
-    }
-
-
-def _across(value: float) -> dict[str, Any]:
-    return {
-        "type": "line",
-        "xref": "paper",
-        "x0": 0,
-        "x1": 1,
-        "y0": value,
-        "y1": value,
-        "line": {"width": 1, "dash": "dot", "color": LIGHT[-1]},
-    }
-
-
-def _annotation(value: float, label: str, *, log: bool) -> dict[str, Any]:
-    return {
-        "text": as_text(label),
-        "xref": "paper",
-        "x": 0,
-        "xanchor": "left",
-        "y": log10(value) if log else value,
-        "yanchor": "bottom",
-        "showarrow": False,
-        "font": {"size": 11},
     }
 
 

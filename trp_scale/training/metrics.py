@@ -439,12 +439,6 @@ def task_history(name: str, start: float | None, lines: Iterable[Mapping[str, An
     return TaskHistory(start=start, end=end, weight=statistics.fmean(weights) if weights else None, count=count)
 
 
-def hook_notices(line: Mapping[str, Any]) -> dict[str, str]:
-    """Return the `notice` values of hooks, by the hooks' names."""
-    notices = {name: values.get("notice") for name, values in line.items() if isinstance(values, Mapping)}
-    return {name: notice for name, notice in notices.items() if isinstance(notice, str) and notice}
-
-
 MEDIANS = ("step_seconds", "processor_seconds", "tokens_per_second", "images_per_second", "model_flops_utilisation")
 """Fields of a line that a run's history has as medians."""
 
@@ -488,7 +482,8 @@ def read_history(run_dir: Path, also: Callable[[Mapping[str, Any]], None] = lamb
             recent.popleft()
     history.end_lines = len(recent)
     if last is not None:
-        history.notices = hook_notices(last)
+        notices = {name: values.get("notice") for name, values in last.items() if isinstance(values, Mapping)}
+        history.notices = {name: notice for name, notice in notices.items() if isinstance(notice, str) and notice}
         history.lesson = record(_Line, last, str(Path(run_dir) / METRICS_FILE), RefusedError).multilevel
     losses = [line["loss"] for line in recent if line.get("loss") is not None]
     history.loss_end = statistics.fmean(losses) if losses else None

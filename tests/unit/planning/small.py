@@ -12,10 +12,9 @@ from torch import nn
 from trp_scale.config import Config, MegatronConfig
 from trp_scale.config.loader import load_recipe
 from trp_scale.planning.clusters import GPUS, Cluster
-from trp_scale.planning.counting import Counted
+from trp_scale.planning.counting import Counted, TensorSum
 from trp_scale.planning.layouts import LayoutChoice
 from trp_scale.planning.plan import ClusterPlan, make_plans
-from trp_scale.planning.tensor_parallel import TensorSum
 from trp_scale.pretraining.base import DataFacts
 from trp_scale.training.micro_size import Need
 

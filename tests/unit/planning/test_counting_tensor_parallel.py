@@ -11,8 +11,7 @@ from tests.grids import always
 from trp_scale.config import RefusedError
 from trp_scale.config.loader import load_recipe
 from trp_scale.models.tensor_plan import TensorPlan
-from trp_scale.planning.counting import Counted
-from trp_scale.planning.tensor_parallel import declared_plan, degrees
+from trp_scale.planning.counting import Counted, declared_plan, degrees
 from trp_scale.pretraining.base import DataFacts
 
 
