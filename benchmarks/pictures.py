@@ -130,14 +130,7 @@ def record_of(line: Mapping[str, Any]) -> StepRecord:
         name: TaskRecord(**{key: task[key] for key in ("loss", "weight", "count")})
         for name, task in line["tasks"].items()
     }
-    return StepRecord(
-        step=line["step"],
-        loss=line["loss"],
-        lr=line["lr"],
-        grad_norm=line["grad_norm"],
-        tasks=tasks,
-        step_seconds=line["step_seconds"],
-    )
+    return StepRecord(tasks=tasks, **{key: line[key] for key in ("step", "loss", "lr", "grad_norm", "step_seconds")})
 
 
 def rows_of(console: Console, shown: RenderableType) -> list[list[tuple[str, str]]]:

@@ -201,18 +201,11 @@ class Layout:
         yield Collective(kind="all-reduce", size=8 * (tasks + 2), phase="start")  # counts, wishes to stop
         yield Collective(kind="all-reduce", size=16 * tasks, phase="update")  # losses
         if counted.config.optimizer.kind == "muon":
-            replicated = self.updated(counted, ranks) == counted.parameters
-            yield from matrix_exchange(counted, ranks, replicated)
-
-
-def matrix_exchange(counted: Counted, ranks: int, replicated: bool) -> Iterator[Collective]:
-    """Yield Muon's all-to-alls, which a rank waits for: parts of matrices to their owners, and results back. Replicas
-    need only the second, with all results for each rank."""
-    size = counted.block_elements * (MASTER if counted.config.training.precision == "fp32" else MASTER // 2)
-    times = 1 if replicated else 2
-    yield Collective(
-        kind="gather", size=size if replicated else size // ranks, phase="update", times=times, hides=False
-    )
+            # All-to-alls, which a rank waits for: parts of matrices to their owners, and results back. Replicas need
+            # only the second, with all results for each rank.
+            size = counted.block_elements * (MASTER if counted.config.training.precision == "fp32" else MASTER // 2)
+            share, times = (size, 1) if self.updated(counted, ranks) == counted.parameters else (size // ranks, 2)
+            yield Collective(kind="gather", size=share, phase="update", times=times, hides=False)
 
 
 def sizes(config: Config) -> dict[str, Any]:

@@ -124,9 +124,10 @@ class DeepSpeedLayout(Layout):
         """Yield the collectives of stages 1 and 2: gradients are reduced per bucket, each part to its owner, on stage 1
         in the last backward pass, on stage 2 in every one. New weights are gathered after the update, one collective
         per parameter group."""
-        groups = _groups(counted.model)
+        named = ((name, tensor) for name, tensor in counted.model.named_parameters() if tensor.requires_grad)
+        groups = [group["params"] for group in decay_groups(named, 1.0)]
         owners = _Owners(groups, ranks)
-        for bucket in in_buckets(_last_to_first(counted.model), self.number("reduce_bucket_size")):
+        for bucket in in_buckets(counted.model, self.number("reduce_bucket_size")):
             parts: dict[int, int] = {}
             for parameter in bucket:
                 for rank, size in owners.of(parameter):
@@ -157,7 +158,7 @@ class DeepSpeedLayout(Layout):
         for phase, numbers in gathers.items():
             for size in numbers:
                 yield Collective(kind="gather", size=self.read * size, phase=phase, times=accumulation)
-        for bucket in in_buckets(_last_to_first(counted.model), self.number("reduce_bucket_size")):
+        for bucket in in_buckets(counted.model, self.number("reduce_bucket_size")):
             size = self.sent * sum(tensor.numel() for tensor in bucket)
             yield Collective(kind="scatter", size=size, phase="backward", times=accumulation)
         for parameter in counted.model.parameters():
@@ -184,11 +185,12 @@ def _resolve(config: Config, document: Mapping[str, Any], path: str, gpus: int) 
     return ds_config.resolve(document, sized, world=gpus, accumulation=accumulation, path=path)
 
 
-def in_buckets(parameters: Sequence[nn.Parameter], limit: int) -> Iterator[list[nn.Parameter]]:
-    """Yield the gradients of each DeepSpeed bucket: in order, at most `limit` numbers, or one parameter."""
+def in_buckets(model: nn.Module, limit: int) -> Iterator[list[nn.Parameter]]:
+    """Yield the parameters of each DeepSpeed bucket of gradients, in the order in which a backward pass computes them:
+    at most `limit` numbers, or one parameter."""
     bucket: list[nn.Parameter] = []
     size = 0
-    for parameter in parameters:
+    for parameter in reversed([parameter for parameter in model.parameters() if parameter.requires_grad]):
         if bucket and size + parameter.numel() > limit:
             yield bucket
             bucket, size = [], 0
@@ -196,17 +198,6 @@ def in_buckets(parameters: Sequence[nn.Parameter], limit: int) -> Iterator[list[
         size += parameter.numel()
     if bucket:
         yield bucket
-
-
-def _last_to_first(model: nn.Module) -> list[nn.Parameter]:
-    """Return parameters in the order in which a backward pass computes their gradients."""
-    return [parameter for parameter in reversed(list(model.parameters())) if parameter.requires_grad]
-
-
-def _groups(model: nn.Module) -> list[list[nn.Parameter]]:
-    """Return the optimizer's parameter groups."""
-    named = ((name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad)
-    return [group["params"] for group in decay_groups(named, 1.0)]
 
 
 class _Owners:

@@ -301,9 +301,10 @@ class SpikeWatch:
         history."""
         values = self._values(stats)
         spikes = [
-            Spike(name, value, math.exp(statistics.median(known)), self._score(known, value))
+            Spike(name, value, math.exp(middle), (math.log(value) - middle) / spread)
             for name, value, known in zip(self._names, values, self._history(step), strict=True)
             if value is not None and value > self._limit(known)
+            for middle, spread in [self._spread(known)]
         ]
         if stats.applied and not spikes:
             for past, value in zip(self._past, values, strict=True):
@@ -334,10 +335,6 @@ class SpikeWatch:
     def _spread(self, known: list[float]) -> tuple[float, float]:
         middle = statistics.median(known)
         return middle, max(SMALLEST_SPREAD, _SCALE * statistics.median(abs(value - middle) for value in known))
-
-    def _score(self, known: list[float], value: float) -> float:
-        middle, spread = self._spread(known)
-        return (math.log(value) - middle) / spread
 
     def _limit(self, known: list[float]) -> float:
         if len(known) < AT_LEAST:

@@ -230,8 +230,8 @@ class Ending:
         again = (asked and not why.startswith(PERSON_REASONS)) or (
             status is ExitStatus.STORAGE and self._has_progressed()
         )
-        advice = "all steps are done" if why == FINISHED else "nothing is left to do" if finished else status.advice
-        self._write(why=why, step=step, status=status, again=again, advice=advice)
+        advice = "all steps are done" if why == FINISHED else "nothing is left to do" if finished else ""
+        self._write(why, step, status, again=again, advice=advice)
 
     def broke(self, error: BaseException, step: int | None = None) -> None:
         """Record an error of this rank that ends the run. The record of the first rank stays."""
@@ -241,29 +241,21 @@ class Ending:
                 (self.run_dir / STOP_RECORD).write_bytes(self.finished_before)
             return
         why = "".join(traceback.format_exception_only(error)).strip()
-        self._write(
-            why=why,
-            step=step,
-            status=status,
-            again=status is not ExitStatus.REFUSED
-            and (self._has_progressed() or (isinstance(error, RemoteError) and self.began_with >= 0)),
-            advice=status.advice,
-        )
+        may_go_on = self._has_progressed() or (isinstance(error, RemoteError) and self.began_with >= 0)
+        self._write(why, step, status, again=status is not ExitStatus.REFUSED and may_go_on)
 
     def hung(self, step: int, why: str) -> None:
         """Record that the watchdog ends the run."""
-        self._write(
-            why=why, step=step, status=ExitStatus.HUNG, again=self._has_progressed(), advice=ExitStatus.HUNG.advice
-        )
+        self._write(why, step, ExitStatus.HUNG, again=self._has_progressed())
 
     def _has_progressed(self) -> bool:
         return newest_step(self.run_dir) > self.began_with
 
-    def _write(self, **fields: Any) -> None:
+    def _write(self, why: str, step: int | None, status: ExitStatus, *, again: bool, advice: str = "") -> None:
         """Write the record unless another rank has written one."""
-        origin = {"rank": self.rank, "host": socket.gethostname()}
-        now = datetime.now(UTC).isoformat(timespec="seconds")
-        document = {**fields, "why": str(fields["why"])[:2000], **origin, "at": now}
+        document = {"why": why[:2000], "status": status, "step": step, "again": again}
+        document |= {"advice": advice or status.advice, "rank": self.rank, "host": socket.gethostname()}
+        document["at"] = datetime.now(UTC).isoformat(timespec="seconds")
         with contextlib.suppress(OSError):  # a full disk must not hide the original error
             write_exclusively(self.run_dir / STOP_RECORD, json.dumps(document, indent=1) + "\n")
 
