@@ -27,7 +27,7 @@ from benchmarks.gpu_setting import (
 )
 from benchmarks.gpu_waits import EXPECTED_WAITS, checked_images, checked_modalities, checked_text, waits_of
 from benchmarks.method_cost import BALANCING
-from benchmarks.rounds import Measured, alternate, pair_ratio
+from benchmarks.rounds import alternate, pair_ratio
 from benchmarks.step_time import bert_peer, peer_step
 from benchmarks.steps import Notes, Workload, model_flops
 from benchmarks.workloads import CLASSES, ENCODERS, VOCABULARY, build_workload, set_encoder, text_config
@@ -139,9 +139,17 @@ def several_steps(trainer: Trainer, captured: Captured | None) -> Callable[[], N
     return call
 
 
-def milliseconds(measured: Measured) -> float:
-    """Return the time of a step."""
-    return measured.wall / CALLS * 1e3
+def compare(setting: Setting, sides: dict[str, Callable[[], None]], *, warmup: int = 2) -> Figures:
+    """Return the times of a step of two sides, and the first over the second."""
+    measured = alternate(sides, rounds=setting.rounds, warmup=warmup)
+    first, second = sides
+    ratio = pair_ratio(measured[first].walls, measured[second].walls)
+    figures: Figures = {f"{name}_step_ms": times.wall / CALLS * 1e3 for name, times in measured.items()}
+    return {**figures, f"{first}_over_{second}": ratio.median, "interval": [ratio.lower, ratio.upper]}
+
+
+def step_ms(figures: Figures, name: str) -> float:
+    return float(str(figures[f"{name}_step_ms"]))
 
 
 def off_and_on(setting: Setting, model: Model, rows: int, way: Way) -> Figures:
@@ -149,20 +157,16 @@ def off_and_on(setting: Setting, model: Model, rows: int, way: Way) -> Figures:
     rows = 2 if setting.small else rows
     work = model(setting, rows)
     with captured_training(setting, work, way) as (trainer, captured):
-        steps = {"off": several_steps(trainer, None), "on": several_steps(trainer, captured)}
+        steps = {"on": several_steps(trainer, captured), "off": several_steps(trainer, None)}
         steps["off"]()
         memory = [reserved_megabytes(setting)]
         capture(trainer, captured)
         memory.append(reserved_megabytes(setting))
-        measured = alternate(steps, rounds=setting.rounds)
-        kernels = {name: kernel_milliseconds(setting, step) for name, step in steps.items()}
-    ratio = pair_ratio(measured["on"].walls, measured["off"].walls)
-    figures: Figures = {"rows": rows, "on_over_off": ratio.median, "interval": [ratio.lower, ratio.upper]}
-    for name in steps:
-        step_ms, kernel_ms = milliseconds(measured[name]), kernels[name]
-        figures[f"{name}_step_ms"] = step_ms
-        figures[f"{name}_busy"] = None if kernel_ms is None else kernel_ms / step_ms
-    used = use_of_peak(setting, milliseconds(measured["on"]) / 1e3, on_share_of_peak=flops(work))
+        figures: Figures = {"rows": rows, **compare(setting, steps)}
+        for name, step in steps.items():
+            kernel_ms = kernel_milliseconds(setting, step)
+            figures[f"{name}_busy"] = None if kernel_ms is None else kernel_ms / step_ms(figures, name)
+    used = use_of_peak(setting, step_ms(figures, "on") / 1e3, on_share_of_peak=flops(work))
     return {**figures, **used, "reserved_mb_off": memory[0], "reserved_mb_on": memory[1]}
 
 
@@ -200,13 +204,8 @@ def over_whole_graph(setting: Setting, rows: int, way: Way) -> Figures:
             for _ in range(CALLS):
                 replay()
 
-        measured = alternate({"on": several_steps(trainer, captured), "graph": replays}, rounds=setting.rounds)
-    return {
-        "rows": rows,
-        "on_step_ms": milliseconds(measured["on"]),
-        "whole_graph_ms": milliseconds(measured["graph"]),
-        "on_over_whole_graph": pair_ratio(measured["on"].walls, measured["graph"].walls).median,
-    }
+        sides = {"on": several_steps(trainer, captured), "whole_graph": replays}
+        return {"rows": rows, **compare(setting, sides)}
 
 
 def whole_graph(setting: Setting, trainer: Trainer) -> Callable[[], None]:
@@ -254,13 +253,8 @@ def over_transformers(setting: Setting, rows: int, mode: str | None) -> Figures:
             for _ in range(CALLS):
                 step()
 
-        measured = alternate({"on": several_steps(trainer, captured), "peer": peers}, rounds=setting.rounds, warmup=3)
-    return {
-        "rows": rows,
-        "on_step_ms": milliseconds(measured["on"]),
-        "transformers_step_ms": milliseconds(measured["peer"]),
-        "transformers_over_on": pair_ratio(measured["peer"].walls, measured["on"].walls).median,
-    }
+        sides = {"transformers": peers, "on": several_steps(trainer, captured)}
+        return {"rows": rows, **compare(setting, sides, warmup=3)}
 
 
 HOOKS: dict[str, tuple[Model, Model, tuple[int, ...]]] = {
@@ -283,14 +277,7 @@ def over_plain(setting: Setting, hook: str, rows: int) -> Figures:
     with captured_training(setting, works[0]) as first, captured_training(setting, works[1]) as second:
         for trainer, captured in (first, second):
             capture(trainer, captured)
-        steps = {"hook": several_steps(*first), "plain": several_steps(*second)}
-        measured = alternate(steps, rounds=setting.rounds)
-    ratio = pair_ratio(measured["hook"].walls, measured["plain"].walls)
-    return {
-        **{f"{name}_step_ms": milliseconds(times) for name, times in measured.items()},
-        "hook_over_plain": ratio.median,
-        "interval": [ratio.lower, ratio.upper],
-    }
+        return compare(setting, {"hook": several_steps(*first), "plain": several_steps(*second)})
 
 
 def checked(setting: Setting, way: Way = BF16, *, balancer: str = "minimax", accumulation: int = 1) -> Workload:

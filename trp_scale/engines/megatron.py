@@ -35,7 +35,7 @@ from trp_scale.engines.sequence_parallel import (
 )
 from trp_scale.engines.shards import sum_of_squares
 from trp_scale.models.initialise import Value, allocate, initialisers
-from trp_scale.models.tensor_plan import Cut, TensorPlan, matches
+from trp_scale.models.tensor_plan import Cut, declared_plan
 
 try:
     with warnings.catch_warnings():
@@ -251,23 +251,13 @@ class MegatronEngine(DdpEngine):
     def __init__(self, module: nn.Module, config: Config, *, device: torch.device, data_group: Group) -> None:
         ranks = config.megatron.tensor_parallel
         self.world = Group("world", dist.get_rank(), dist.get_world_size())
-        plan = getattr(module, "tensor_plan", None)
-        if not isinstance(plan, TensorPlan):
-            raise EngineError(
-                f"--engine megatron: {type(module).__name__} has no tensor_plan; allowed: an upstream whose model has "
-                "one (pos_bert, mae, mm_mae), or --engine ddp or fsdp"
-            )
+        plan = declared_plan(module, split=config.megatron.sequence_parallel)
         for flag, size in plan.divided.items():
             if size % ranks:
                 raise EngineError(
                     f"--megatron.tensor_parallel is {ranks} and does not divide {flag} {size}; allowed: a number that "
                     "divides it"
                 )
-        if config.megatron.sequence_parallel and not plan.split:
-            raise EngineError(
-                f"--megatron.sequence_parallel: {type(module).__name__} has no blocks whose tokens can be split; "
-                "allowed: several --model.layers, or without --megatron.sequence_parallel"
-            )
         self.plan = plan
         self.tensor_group = megatron_groups(ranks, local_world=ranks)[1]
         self.boxes: dict[str, list[Box]] = {}
@@ -297,7 +287,7 @@ class MegatronEngine(DdpEngine):
                 layer.cut = cut
         if self.config.megatron.sequence_parallel:
             self._split_tokens(module)
-        self._cut_first_dimension(module)
+        self.plan.cut_first_dimension(module, self.tensor_group.size, self.tensor_group.rank)
         if self.plan.losses and self.tensor_group.size > 1:  # one rank needs no three sums
             setattr(module, self.plan.losses, vocab_parallel_cross_entropy)
         allocate(module, self.device)
@@ -322,15 +312,6 @@ class MegatronEngine(DdpEngine):
                     module.set_submodule(name, DropoutApart(layer, cut))
         for layer in self.plan.splitting(module):
             layer.cut = cut  # type: ignore[assignment]
-
-    def _cut_first_dimension(self, module: nn.Module) -> None:
-        for path, owner in module.named_modules():
-            for name, tensor in [*owner.named_parameters(path, False), *owner.named_buffers(path, False)]:
-                if not matches(name, self.plan.first_dimension):
-                    continue
-                part = tensor.detach().chunk(self.tensor_group.size)[self.tensor_group.rank].clone()
-                kept = nn.Parameter(part) if isinstance(tensor, nn.Parameter) else part
-                setattr(owner, name.rpartition(".")[2], kept)
 
     def build_masters(self, module: nn.Module) -> Masters | None:
         self.cut = {

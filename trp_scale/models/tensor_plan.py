@@ -13,6 +13,8 @@ from fnmatch import fnmatchcase
 
 from torch import Tensor, nn
 
+from trp_scale.core.engine import EngineError
+
 
 @dataclass(frozen=True, kw_only=True)
 class TensorPlan:
@@ -62,6 +64,15 @@ class TensorPlan:
             if hasattr(module, "cut") and any(path == name or path.startswith(parts) for path in self.split):
                 yield module
 
+    def cut_first_dimension(self, model: nn.Module, ranks: int, rank: int = 0) -> None:
+        """Replace the parameters and buffers of `first_dimension` by copies of this rank's part."""
+        for path, owner in model.named_modules():
+            for name, tensor in [*owner.named_parameters(path, False), *owner.named_buffers(path, False)]:
+                if matches(name, self.first_dimension):
+                    part = tensor.detach().chunk(ranks)[rank].clone()
+                    kept = nn.Parameter(part) if isinstance(tensor, nn.Parameter) else part
+                    setattr(owner, name.rpartition(".")[2], kept)
+
     def partial(self, model: nn.Module) -> Iterator[str]:
         """Yield the names of parameters for which a rank that splits tokens has only the gradient of its tokens; some
         may be cut. Modules inside with their own `cut` are left out: all heads use them, by `Cut.share_input`."""
@@ -69,6 +80,26 @@ class TensorPlan:
             for name, module in model.get_submodule(path).named_modules(prefix=path):
                 if not hasattr(module, "cut"):
                     yield from (parameter for parameter, _ in module.named_parameters(name, recurse=False))
+
+
+def declared_plan(model: nn.Module, *, split: bool = False) -> TensorPlan:
+    """Return the plan that a model declares as `tensor_plan`. `split`: the ranks split tokens.
+
+    Raises:
+        EngineError: it has none, or no blocks whose tokens can be split.
+    """
+    plan, name = getattr(model, "tensor_plan", None), type(model).__name__
+    if not isinstance(plan, TensorPlan):
+        raise EngineError(
+            f"--engine megatron: {name} has no tensor_plan; allowed: an upstream whose model has one (pos_bert, mae, "
+            "mm_mae), or --engine ddp or fsdp"
+        )
+    if split and not plan.split:
+        raise EngineError(
+            f"--megatron.sequence_parallel: {name} has no blocks whose tokens can be split; allowed: several "
+            "--model.layers, or without --megatron.sequence_parallel"
+        )
+    return plan
 
 
 def matches(name: str, patterns: tuple[str, ...]) -> bool:

@@ -28,7 +28,7 @@ from trp_scale.engines.sequence_parallel import exchange, products, split_tokens
 from trp_scale.methods.learned_masks.masks import NETWORKS
 from trp_scale.models.counting import Operation, RecordsOperations, fake_pass, gpu_attention
 from trp_scale.models.initialise import build_with_initialisers, set_value
-from trp_scale.models.tensor_plan import Cut, TensorPlan, matches
+from trp_scale.models.tensor_plan import Cut, TensorPlan, declared_plan
 from trp_scale.planning.clusters import Gpu
 from trp_scale.pretraining.base import DataFacts, Outline, find_upstream
 from trp_scale.training.micro_size import FITTED, Need, saved_by_rows
@@ -347,33 +347,20 @@ class RowsOfTokens(nn.Linear):
         return sums + self.bias.to(sums.dtype)
 
 
-def declared_plan(model: nn.Module) -> TensorPlan:
-    """Return the model's tensor-parallel plan. Raises RefusedError: it has none."""
-    plan = getattr(model, "tensor_plan", None)
-    if not isinstance(plan, TensorPlan):
-        raise RefusedError(f"--engine megatron: {type(model).__name__} has no tensor_plan; use another engine")
-    return plan
-
-
 def cut_over(make: Callable[[], nn.Module], ranks: int, split: bool) -> Callable[[], nn.Module]:
     """Return a function that makes one rank's part of a model, without values. `split`: whether the ranks split
     tokens."""
 
     def made() -> nn.Module:
         model = make()
-        plan = declared_plan(model)
+        plan = declared_plan(model, split=split)
         for name, layer in list(model.named_modules()):
             smaller = _cut(plan.kind(name), layer, ranks)
             if smaller is not None:
                 model.set_submodule(name, smaller)
         if split:
             _split_blocks(model, plan, ranks)
-        for path, owner in model.named_modules():
-            for name, tensor in [*owner.named_parameters(path, False), *owner.named_buffers(path, False)]:
-                if matches(name, plan.first_dimension):
-                    part = tensor.detach().chunk(ranks)[0]
-                    kept = nn.Parameter(part) if isinstance(tensor, nn.Parameter) else part
-                    setattr(owner, name.rpartition(".")[2], kept)
+        plan.cut_first_dimension(model, ranks)
         for parameter in model.parameters():
             if parameter.is_meta:
                 set_value(parameter, float)
@@ -384,12 +371,6 @@ def cut_over(make: Callable[[], nn.Module], ranks: int, split: bool) -> Callable
 
 def _split_blocks(model: nn.Module, plan: TensorPlan, ranks: int) -> None:
     """Make blocks compute on a rank's tokens."""
-    if not plan.split:
-        name = type(model).__name__
-        raise RefusedError(
-            f"--megatron.sequence_parallel: {name} has no blocks whose tokens can be split; allowed: several "
-            "--model.layers, or without --megatron.sequence_parallel"
-        )
     counts = CountsTokens(ranks)
     for module in plan.splitting(model):
         module.cut = counts  # type: ignore[assignment]

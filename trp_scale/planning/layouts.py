@@ -17,8 +17,9 @@ from torch import nn
 from trp_scale.config import Config, RefusedError
 from trp_scale.config.checks import check_engine
 from trp_scale.engines.ddp import BUCKET_BYTES, ReducedParameter, cut_into_buckets
+from trp_scale.models.tensor_plan import declared_plan
 from trp_scale.planning.clusters import Cluster
-from trp_scale.planning.counting import Checkpointing, Counted, declared_plan, degrees
+from trp_scale.planning.counting import Checkpointing, Counted, degrees
 from trp_scale.training.micro_size import BESIDE_GRAPHS, WORKSPACE, static_gradient_bytes
 
 MASTER = 4

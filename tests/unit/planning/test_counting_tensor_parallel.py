@@ -10,8 +10,8 @@ from torch import nn
 from tests.grids import always
 from trp_scale.config import RefusedError
 from trp_scale.config.loader import load_recipe
-from trp_scale.models.tensor_plan import TensorPlan
-from trp_scale.planning.counting import Counted, declared_plan, degrees
+from trp_scale.models.tensor_plan import TensorPlan, declared_plan
+from trp_scale.planning.counting import Counted, degrees
 from trp_scale.pretraining.base import DataFacts
 
 
