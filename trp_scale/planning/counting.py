@@ -162,17 +162,15 @@ class Counted:
         pairs = zip(self.model.named_parameters(), part.model.parameters(), strict=True)
         return sum(a.numel() for (name, a), b in pairs if name in partial and a.shape == b.shape)
 
-    def with_checkpointing(self, how: Checkpointing) -> Config:
-        return replace(self.config, training=replace(self.config.training, activation_checkpointing=how))
-
     def _count_saved(self, how: Checkpointing, rounded: bool) -> Need:
         """Return the bytes that a forward pass saves for its backward pass."""
+        training = replace(self.config.training, activation_checkpointing=how)
         with gpu_attention():
             return saved_by_rows(
                 self.outline.model,
                 self.outline.objective,
                 self.outline.rows,
-                self.with_checkpointing(how),
+                replace(self.config, training=training),
                 device=CPU,
                 rounded=rounded,
             )

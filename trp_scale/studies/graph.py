@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from trp_scale.errors import RefusedError
@@ -174,7 +174,7 @@ class Graph:
         """Return the best tried value, the first one on a tie. `under` is the directory of the tuning nodes."""
         scores = {}
         for value in tuning.values:
-            rows = collect_rows(read_results(self.path(f"{under}/{value:g}")).tasks)
+            rows = collect_rows(self.results(under.split("/")[1], f"{under}/{value:g}"))
             if tuning.row not in rows:
                 raise RefusedError(f"{under}: no row {tuning.row!r}; allowed: {', '.join(rows)}")
             scores[value] = rows[tuning.row].sign * rows[tuning.row].mean
@@ -183,6 +183,12 @@ class Graph:
     def title(self, name: str) -> str:
         variant = self.variants[name.removesuffix(TIME)]
         return f"{variant.title}, equal time" if name.endswith(TIME) else variant.title
+
+    def results(self, judge: str, node: str) -> list[TaskResult]:
+        """Return the results of a judge; tasks in `left_out` are marked as not judged."""
+        left_out = self.scale.judges[judge].left_out
+        tasks = read_results(self.path(node)).tasks
+        return [replace(task, judged=task.judged and task.task not in left_out) for task in tasks]
 
     def steps_of_time(self, variant: str) -> int | None:
         """Return the steps that take as long as the baseline's steps; `None` if the step times agree within SAME_STEPS.

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from trp_scale.reporting.comparison import summarise
 from trp_scale.reporting.paired_tests import POWER, Difference, Spread, correct, paired_difference, spread
-from trp_scale.reporting.results import AVERAGE, RESULTS_FILE, WORST, TaskResult, judged_together, read_results
+from trp_scale.reporting.results import AVERAGE, RESULTS_FILE, WORST, TaskResult, judged_together
 from trp_scale.studies.graph import TIME, Graph, collect_rows
 
 GROUND_LEVEL = 0.01
@@ -95,7 +95,7 @@ def _rows(graph: Graph, variant: str, seed: int) -> dict[JudgeRow, TaskResult]:
         node = f"judged/{judge}/runs/{variant}/seed_{seed}"
         if not (graph.path(node) / RESULTS_FILE).is_file():
             continue
-        results = read_results(graph.path(node)).tasks
+        results = graph.results(judge, node)
         for name, row in collect_rows(results).items():
             # With one task, average and worst repeat it.
             if name not in (AVERAGE, WORST) or sum(task.judged for task in results) > 1:

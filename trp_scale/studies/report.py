@@ -91,6 +91,8 @@ def _figures_table(graph: Graph, outcome: Outcome, judge: str, keys: Sequence[Ju
     ]
     if counts := [f"{name} {row.count:,}" for name, row in metrics.items() if row.count is not None]:
         notes.append(f"measured on: {', '.join(counts)}")
+    if judge in graph.scale.judges and (left_out := graph.scale.judges[judge].left_out):
+        notes.append(f"not in average and worst: {', '.join(left_out)}")
     head: list[str | Cell] = [""]
     head += [Cell(text=key.row, strong=key == outcome.outcome) for key in keys]
     return Table(

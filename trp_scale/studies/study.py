@@ -87,6 +87,7 @@ class Judge:
             the results of the judge `of`.
         of: another judge with command finetune. evaluate measures its runs on other data; finetune starts from the
             encoder of its first seed.
+        left_out: tasks that average and worst exclude: too few rows, or missing in some variants.
         seeds: judging seeds per run.
         validation: flags that select rows other than the test rows, to tune runs.
     """
@@ -94,6 +95,7 @@ class Judge:
     command: Literal["finetune", "probe", "evaluate"]
     flags: Flags
     of: str = ""
+    left_out: list[str] = field(default_factory=list)
     seeds: Positive = 1
     validation: Flags = field(default_factory=dict)
 

@@ -199,7 +199,8 @@ class Trainer:
                     stop = stop or self._nothing_better()
                     if stop or better or self._due(self.config.checkpoint.every):
                         self.control.save()
-                    stop = stop or self._checkpoints_given_up()
+                    if self.control.checkpoints is not None:
+                        stop = stop or self.control.checkpoints.given_up()
                     if stop:
                         if self.control.checkpoints is not None:
                             self.control.checkpoints.finish(self.control.save)
@@ -230,9 +231,6 @@ class Trainer:
     def _nothing_better(self) -> str | None:
         done = self.state.step >= self.config.training.steps
         return None if self.best is None or done else self.best.given_up()
-
-    def _checkpoints_given_up(self) -> str | None:
-        return None if self.control.checkpoints is None else self.control.checkpoints.given_up()
 
     def train_step(self) -> str | None:
         """Make one optimizer step; return why it must be the last, or `None`.
@@ -300,8 +298,10 @@ class Trainer:
     def rehearse(self, captured: CapturedGraphs) -> None:
         """Capture the graphs of all shapes of a window, and compare their results with those of passes without graphs.
         Leaves no trace in weights and hooks. Collective."""
-        windows = [self._rehearsal_window(micro) for micro in self.control.shapes()]
-        step = self.state.step
+        batch, step = self.config.batch, self.state.step
+        # A first, a middle and a last micro-batch, if windows have as many
+        count = min(3, batch.global_size // batch.micro_rows // self.engine.data_group.size)
+        windows = [[micro] * count for micro in self.control.shapes()]
         without = [self._rehearse_window(window, step + 1) for window in windows]
         with captured.capturing():
             for window in windows:
@@ -312,11 +312,6 @@ class Trainer:
         if any(self.engine.data_group.gather_objects(differs)):
             captured.give_up(f"losses or gradient norms of the graphs differ by {distance:.1e} from those without")
         captured.replays = captured.uncaptured = 0
-
-    def _rehearsal_window(self, micro: Batch) -> list[Batch]:
-        """Return a window of this micro-batch with a first, a middle and a last one, if windows have as many."""
-        batch = self.config.batch
-        return [micro] * min(3, batch.global_size // batch.micro_rows // self.engine.data_group.size)
 
     def _rehearse_window(self, window: list[Batch], step: int) -> Tensor:
         """Run the passes of a window as those of `step`, without an update, and restore the hooks. Return the loss sums

@@ -354,7 +354,7 @@ class RunHistory:
         training_seconds, data_wait_seconds: sums over all steps; other times are medians over logged steps.
         outside_tasks: tasks without a weight from the balancer.
         worst_task, first_worst_task: at the end; at the start, of the same tasks.
-        end_lines, loss_end: logged steps from `end_begins` on, and their mean loss.
+        loss_end: mean loss of the logged steps from `end_begins` on.
         notices, lesson: messages of hooks by hook, and fields of learned masks, in the last line.
         held_out: held-out losses by step."""
 
@@ -366,7 +366,6 @@ class RunHistory:
     last_step: int = 0
     loss_start: float | None = None
     loss_end: float | None = None
-    end_lines: int = 0
     skipped_steps: int = 0
     training_seconds: float = 0.0
     data_wait_seconds: float = 0.0
@@ -480,7 +479,6 @@ def read_history(run_dir: Path, also: Callable[[Mapping[str, Any]], None] = lamb
         recent.append({name: line.get(name) for name in ("step", "loss", "tasks")})
         while recent[0]["step"] < end_begins(history.last_step):
             recent.popleft()
-    history.end_lines = len(recent)
     if last is not None:
         notices = {name: values.get("notice") for name, values in last.items() if isinstance(values, Mapping)}
         history.notices = {name: notice for name, notice in notices.items() if isinstance(notice, str) and notice}

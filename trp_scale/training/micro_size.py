@@ -28,7 +28,6 @@ from trp_scale.core.engine import Engine
 from trp_scale.core.run import Objective
 from trp_scale.data.train_source import check_partition
 from trp_scale.distributed.environment import Environment
-from trp_scale.distributed.groups import Group
 from trp_scale.engines.build import build_engine
 from trp_scale.engines.compiled import checkpoint_blocks
 from trp_scale.models.counting import fake_pass, saved_bytes
@@ -112,12 +111,12 @@ def choose(
     try:
         if free is None and environment.device.type == "cpu":
             positions = upstream.positions_per_step / probed.batch.global_size
-            return choose_by_cores(sizes, positions, least(torch.get_num_threads(), group))
+            return choose_by_cores(sizes, positions, min(group.gather_objects(torch.get_num_threads())))
         need = count_memory(upstream, probed, environment, engine_name, ds_document)
         if free is None:
             torch.cuda.empty_cache()  # memory that torch caches counts as free
             free = torch.cuda.mem_get_info(environment.device)[0]
-        free = least(free, group)
+        free = min(group.gather_objects(free))
 
         def make_engine(rows: int) -> Engine:
             sized = copy.deepcopy(probed)
@@ -160,11 +159,6 @@ def candidates(config: Config, ranks: int) -> list[int]:
         listed = "\n".join(f"  {problem}" for problem in dict.fromkeys(problems))
         raise RefusedError(f"--batch.micro_size auto: no divisor of a rank's {share} rows can be used:\n{listed}")
     return sizes
-
-
-def least(number: int, group: Group) -> int:
-    """Return the minimum over the ranks."""
-    return min(group.gather_objects(number))
 
 
 def choose_by_cores(sizes: Sequence[int], positions: float, threads: int) -> Choice:

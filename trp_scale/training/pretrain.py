@@ -6,7 +6,7 @@ import gc
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,7 +25,6 @@ from trp_scale.config.flags import phase
 from trp_scale.config.loader import to_dict
 from trp_scale.config.run_flags import Arguments
 from trp_scale.config.schema import clean_text
-from trp_scale.core.batch import Batch
 from trp_scale.core.hooks import build_hooks
 from trp_scale.core.run import RunContext
 from trp_scale.distributed.environment import Environment
@@ -193,7 +192,9 @@ class Run:
         self.upstream.resumes = stored is not None
         self.sources, self.objective = self.upstream.sources, self.upstream.objective
         self.world.require_equal(self.sources.digest(), f"the data set {self.config.data.path}")
-        self.notices += [*self._check_checkpoint(stored), *self._capped_workers()]
+        self.notices += self._check_checkpoint(stored)
+        if (asked := self.config.data.workers) > (cpus := self.environment.cpus):
+            self.notices.append(f"--data.workers {asked}: {cpus} on each rank, limited by its CPUs")
         self.notices += self.config.describe_derived(self.sources.train.rows)
 
     def _build_engine_and_hooks(self, document: dict[str, Any] | None) -> None:
@@ -292,7 +293,7 @@ class Run:
                 waited_seconds=self.sources.waited_seconds,
                 mark=lambda: partial(self.sources.seek, self.sources.cursors()),
                 can_roll_back=self._can_roll_back,
-                shapes=self._shapes,
+                shapes=lambda: self.upstream.shapes(self.sources.train.first_rows(config.batch.micro_rows)),
                 checkpoints=self.checkpoints,
                 incidents=Incidents(self.run_dir, enabled=self.world.rank == 0),
             ),
@@ -338,10 +339,6 @@ class Run:
             return ExitStatus.DIVERGED
         return ExitStatus.STORAGE if self.checkpoints.given_up() else ExitStatus.DONE
 
-    def _shapes(self) -> Iterator[Batch]:
-        rows = self.sources.train.first_rows(self.config.batch.micro_rows)
-        return self.upstream.shapes(rows)
-
     @property
     def should_roll_back(self) -> bool:
         """Whether the run must continue from a checkpoint before a spike."""
@@ -377,13 +374,6 @@ class Run:
             stored_digest=stored.extra.get("data_digest"),
             present_digest=self.sources.digest(),
         )
-
-    def _capped_workers(self) -> list[str]:
-        """Return a notice if there are fewer loader workers than requested."""
-        asked, cpus = self.config.data.workers, self.environment.cpus
-        if asked <= cpus:
-            return []
-        return [f"--data.workers {asked}: {cpus} on each rank, limited by its CPUs"]
 
     def resume(self, path: Path) -> None:
         """Restore weights, moments, hooks, cursors and step from a checkpoint."""

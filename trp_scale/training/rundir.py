@@ -102,8 +102,10 @@ def continue_command(words: Sequence[str], run_dir: Path) -> str:
 def write_start(run_dir: Path, config: Config, environment: Environment, engine: Engine) -> None:
     """Write config.yaml, after the checks of a resume: it replaces that of the last start. Write environment.json: this
     start, and earlier starts under `earlier`. Collective: gathers hosts and devices."""
-    device = environment.device
-    machines = environment.world.gather_objects((socket.gethostname(), _device_name(device)))
+    device, name = environment.device, f"cpu ({platform.machine()}, {os.cpu_count()} cores)"
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+    machines = environment.world.gather_objects((socket.gethostname(), name))
     if environment.world.rank == 0:
         write_text(run_dir / CONFIG_FILE, dump(config))
         start: dict[str, Any] = {
@@ -159,12 +161,6 @@ def _version(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:  # an optional package, or a checkout that is not installed
         return None
-
-
-def _device_name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"cpu ({platform.machine()}, {os.cpu_count()} cores)"
 
 
 def _earlier(path: Path) -> list[dict[str, Any]]:

@@ -155,3 +155,13 @@ def test_a_second_measurement_of_one_variants_task_does_not_take_the_outcome_fro
     assert JudgeRow("glue", "average") not in outcome.figures
     assert outcome.figures[JudgeRow("glue", "own head")].keys() == {"slow"}
     assert any("no difference to plain" in line for line in describe_outcome(graph, outcome))
+
+
+def test_a_task_with_too_few_rows_is_in_no_average_and_never_the_worst(tmp_path: Path) -> None:
+    study = document(seeds=2)
+    study["scales"]["cpu"]["judges"]["glue"]["left_out"] = ["hard"]
+    graph = graph_of(tmp_path, study)
+    run_here(graph)
+    outcome = read_outcome(graph)
+    assert set(outcome.figures) == {JudgeRow("glue", "easy"), JudgeRow("glue", "hard")}
+    assert outcome.outcome == JudgeRow("glue", "easy")  # the worst of one task is that task
