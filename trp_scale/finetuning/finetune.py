@@ -62,8 +62,7 @@ def finetune(arguments: FinetuneArguments) -> Measurement:
         if arguments.only is not None:
             task_number, number = divmod(arguments.only, arguments.seeds)
             seed_arguments = select_seed(arguments, tasks[task_number], number, run_dir)
-            # Other processes guard the other runs.
-            seed_dir = rundir.create_run_directory(seed_arguments.run_dir, arguments.recipe_name(), world)
+            seed_dir = rundir.create_run_directory(seed_arguments.run_dir, "", world)  # others guard the other runs
             with guard_run(seed_dir, config, environment, stop_directory=run_dir) as guard:
                 ended, result = run_seed(seed_arguments, environment, engine_name, guard)
                 return measurement(arguments, ended, [[] if result is None else [result]], written=False)
