@@ -51,7 +51,7 @@ from benchmarks.gpu_captured import captured_steps
 from benchmarks.gpu_curves import curves
 from benchmarks.gpu_modern import modern
 from benchmarks.gpu_ranks import ranks
-from benchmarks.gpu_setting import Item, Outcome, Setting, each
+from benchmarks.gpu_setting import Item, Outcome, Setting, measured
 from benchmarks.gpu_waits import waits
 from trp_scale.distributed.environment import Environment
 from trp_scale.storage.files import write_json
@@ -137,7 +137,8 @@ def main(options: Options) -> int:
         print(", ".join(f"{name}: {value}" for name, value in document.items()), flush=True)
         for name in (name for name in SECTIONS if name in options.sections):
             items = (item for item in SECTIONS[name](setting) if wanted(item, options))
-            for outcome in each(items, name, lambda: options.seconds - (time.perf_counter() - began)):
+            for item in items:
+                outcome = measured(name, item, options.seconds - (time.perf_counter() - began))
                 outcomes.append(outcome)
                 print(outcome.line(), flush=True)
                 document["seconds"] = time.perf_counter() - began

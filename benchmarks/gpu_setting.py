@@ -289,11 +289,6 @@ def release_memory() -> None:
         torch.cuda.empty_cache()
 
 
-def each(items: Iterator[Item], section: str, seconds_left: Callable[[], float]) -> Iterator[Outcome]:
-    for item in items:
-        yield measured(section, item, seconds_left())
-
-
 def _shown(value: Value) -> str:
     if value is None:
         return "null"

@@ -12,6 +12,7 @@ by its model FLOPs is a share of the rate of a large matrix product.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -150,32 +151,10 @@ def mae_peer(work: Workload, weights: dict[str, Tensor]) -> tuple[nn.Module, dic
     return peer, {"pixel_values": unpatchify(patches, patch_size), "noise": noise}
 
 
-def both_sides(
-    work: Workload, device: torch.device, *, check: bool = True
-) -> tuple[dict[str, Callable[[], Tensor]], list[float]]:
-    """Return the steps of both sides by name, and their first losses without dropout (none without `check`)."""
-    ours, engine = our_step(work, device)
-    build = bert_peer if isinstance(work.config, PosBertConfig) else mae_peer
-    module, inputs = build(work, engine.full_weights())
-    peer = peer_step(module, inputs, work.config, device)
-    losses = []
-    if check:
-        set_training(False, engine, module)
-        losses = [float(ours()), float(peer())]
-    set_training(True, engine, module)
-    return {"ours": ours, "transformers": peer}, losses
-
-
 def set_training(training: bool, engine: Engine, peer: nn.Module) -> None:
     """Switch dropout on or off on both sides."""
     engine.train(training)
     peer.train(training)
-
-
-def relative_gap(losses: list[float]) -> float:
-    """Return the distance of two losses over the second."""
-    ours, peer = losses
-    return abs(ours - peer) / abs(peer)
 
 
 def workload(options: Options) -> Workload:
@@ -222,8 +201,15 @@ def main(options: Options) -> None:
         print(title)
         print_share(options, work, device)
         return
-    sides, losses = both_sides(work, device)
-    assert relative_gap(losses) < SAME_LOSS, f"the losses differ: {losses}"
+    ours, engine = our_step(work, device)
+    build = bert_peer if isinstance(work.config, PosBertConfig) else mae_peer
+    module, inputs = build(work, engine.full_weights())
+    peer = peer_step(module, inputs, work.config, device)
+    set_training(False, engine, module)  # the first losses are without dropout
+    losses = [float(ours()), float(peer())]
+    set_training(True, engine, module)
+    sides = {"ours": ours, "transformers": peer}
+    assert math.isclose(*losses, rel_tol=SAME_LOSS), f"the losses differ: {losses}"
     print_ratios(f"{title}; first losses {losses}", alternate(sides, rounds=options.rounds), "transformers")
 
 

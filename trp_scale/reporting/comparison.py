@@ -32,13 +32,13 @@ from trp_scale.reporting.paired_tests import (
 from trp_scale.reporting.record import RunRecord, read_run
 from trp_scale.reporting.results import (
     AVERAGE,
+    CONSTANT,
     RESULTS_FILE,
     SPEED,
     WORST,
     Results,
     SeedResult,
     TaskResult,
-    constant_figure,
     join,
     judged_together,
     read_results,
@@ -145,8 +145,8 @@ class Comparison(Shown):
 
     def constant(self, key: RowKey) -> float | None:
         """Return the metric of the best constant prediction, from the first run that stores it."""
-        values = (constant_figure(task) for task in self.rows[key] if task is not None)
-        return next((value for value in values if value is not None), None)
+        by_run = (task.metrics.get(CONSTANT + task.metric) for task in self.rows[key] if task is not None)
+        return next((statistics.fmean(values) for values in by_run if values is not None), None)
 
     def count(self, key: RowKey) -> int | None:
         """Return the smallest number of measured elements (`TaskResult.count`) over the runs."""

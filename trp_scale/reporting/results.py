@@ -119,12 +119,6 @@ class Results:
     tasks: list[TaskResult]
 
 
-def constant_figure(task: TaskResult) -> float | None:
-    """Return the metric of the best constant prediction; `None` if unknown."""
-    constant = task.metrics.get(CONSTANT + task.metric)
-    return None if constant is None else statistics.fmean(constant)
-
-
 def judged_together(task: TaskResult) -> tuple[str, str]:
     """Return the group of comparable tasks. Figures of at most 1 of which more is better (accuracy, F1, correlations,
     mIoU, AP) are one group (TRP Table 1); each error metric is a separate group. Splits are separate too."""
