@@ -7,7 +7,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from tests.unit.sharding.pseudo_labels.labelled import Models, files, label, nin
 from tests.unit.sharding.pseudo_labels.tiny_models import depth_anything, mask2former
 from tests.unit.sharding.test_parts import content, text_part
 from trp_scale.errors import DataError
-from trp_scale.sharding.workers import Advance, ProgressBar, run_portions
+from trp_scale.sharding.workers import Advance, Portion, ProgressBar, run_portions
 
 ray = pytest.importorskip("ray", reason="needs ray: pip install 'trp-scale[ray]'")
 
@@ -38,18 +37,13 @@ def cluster() -> Iterator[Any]:
     made.shutdown()
 
 
-@dataclass(frozen=True)
-class Numbered:
-    number: int
-
-
 class Squares:
     """Refuses seven."""
 
     def __init__(self, advance: Advance) -> None:
         self._advance = advance
 
-    def __call__(self, portion: Numbered) -> int:
+    def __call__(self, portion: Portion[int]) -> int:
         if portion.number == 7:
             raise DataError("seven is refused")
         self._advance(portion.number)
@@ -57,8 +51,8 @@ class Squares:
 
 
 def over_ray(portions: range, gpus: int = 0) -> dict[int, int]:
-    bar = ProgressBar(counters=1, total=1, text=lambda values, seconds: "", shown=False)
-    numbered = [Numbered(number) for number in portions]
+    bar = ProgressBar(counters=("portions",), total=1, shown=False)
+    numbered = [Portion(number, (), 1) for number in portions]
     return run_portions(numbered, Squares, (), processes=0, bar=bar, executor="ray", gpus=gpus)
 
 

@@ -71,14 +71,6 @@ def shard_stem(kind: str, number: int) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FinishedShard(Generic[ReportT]):
-    """Report and number of blocks of a finished shard."""
-
-    report: ReportT
-    blocks: int
-
-
-@dataclass(frozen=True, kw_only=True)
 class DataKind(Generic[ReportT]):
     """Kind of data set, without settings.
 
@@ -135,8 +127,9 @@ class DataKind(Generic[ReportT]):
         """Return the file name of each shard, in the order of the portions."""
         return [f"{shard_stem(self.name, number)}.tar" for number in range(count)]
 
-    def finished_shard(self, output: Path, name: str) -> FinishedShard[ReportT] | None:
-        """Read the report of a shard; `None` if the shard is unfinished, or the report is from another version."""
+    def finished_shard(self, output: Path, name: str) -> tuple[ReportT, int] | None:
+        """Read the report and the number of blocks of a shard; `None` if the shard is unfinished, or the report is from
+        another version."""
         shard = output / "shards" / name
         try:
             index = read_index(shard)
@@ -144,7 +137,7 @@ class DataKind(Generic[ReportT]):
                 return None
             path = report_path(output, shard.stem)
             report = record(self.report, read_json(path), str(path), DataError)
-            return FinishedShard(report=report, blocks=len(index.blocks))
+            return report, len(index.blocks)
         except (OSError, DataError):
             return None
 
@@ -319,26 +312,27 @@ class ShardingJob(Generic[ReportT]):
         portions: Sequence[PortionT],
         make: Callable[..., Fill[PortionT, ReportT]],
         arguments: tuple[Any, ...],
-        bar: ProgressBar,
+        counters: tuple[str, ...],
     ) -> None:
         """Make the missing shards of this run, after `begin`.
 
         Args:
             portions: of the whole input.
             make: called once in each process as make(*arguments, advance); returns the function that fills a shard.
-            bar: progress bar.
+            counters: of `advance`; the last one reaches the size of a portion.
 
         Raises:
             DataError: a process died.
         """
-        self.run(portions, _ShardMaker, (self.output, self._kind.name, make, arguments), bar)
+        self.run(portions, _ShardMaker, (self.output, self._kind.name, make, arguments), counters)
 
     def run(
         self,
         portions: Sequence[PortionT],
         worker: Callable[..., Callable[[PortionT], object]],
         arguments: tuple[Any, ...],
-        bar: ProgressBar,
+        counters: tuple[str, ...],
+        title: str = "sharding",
     ) -> None:
         """Call a worker with each unfinished portion of this run, as `run_portions`."""
         selected, names = self.select_portions(portions), self._kind.shard_names(len(portions))
@@ -347,14 +341,9 @@ class ShardingJob(Generic[ReportT]):
         ]
         if len(missing) < len(selected):
             log.info("%d of %d shards exist already", len(selected) - len(missing), len(selected))
-        run_portions(
-            missing,
-            worker,
-            arguments,
-            processes=self._settings.processes,
-            bar=bar,
-            executor=self._settings.executor,
-        )
+        settings, total = self._settings, sum(portion.size for portion in selected)
+        bar = ProgressBar(counters=counters, total=total, shown=settings.progress, title=title)
+        run_portions(missing, worker, arguments, processes=settings.processes, bar=bar, executor=settings.executor)
 
     def finish(self, description: Mapping[str, object]) -> tuple[list[str], ReportT] | None:
         """Finish the data set and return the result of `finish_dataset`. One of several parts is only marked as
@@ -434,10 +423,10 @@ def _join_parts(
         if finished is None:
             missing.setdefault(Part(count=first.count, index=number % first.count), []).append(name)
             continue
-        total.add(finished.report)
-        if finished.blocks:
+        total.add(finished[0])
+        if finished[1]:
             shards.append(name)
-            blocks += finished.blocks
+            blocks += finished[1]
     if missing:
         lines = [unfinished_line(part, names) for part, names in sorted(missing.items())]
         raise missing_parts(output, lines, first.count)

@@ -22,7 +22,7 @@ from concurrent.futures import ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -35,14 +35,27 @@ log = logging.getLogger(__name__)
 
 
 class Numbered(Protocol):
-    """Portion with a number."""
+    """Part of the input with a number, from which one shard is made; `size` for the progress bar."""
 
     @property
     def number(self) -> int: ...
+    @property
+    def size(self) -> int: ...
 
 
+ItemT = TypeVar("ItemT")
 PortionT = TypeVar("PortionT", bound=Numbered)
 ReportT = TypeVar("ReportT")
+
+
+@dataclass(frozen=True)
+class Portion(Generic[ItemT]):
+    """Inputs of one shard."""
+
+    number: int
+    items: Sequence[ItemT]
+    size: int
+
 
 Advance = Callable[..., None]
 """Called in a worker with the increments of the counters."""
@@ -53,18 +66,23 @@ class ProgressBar:
     """Content of the progress bar.
 
     Attributes:
-        counters: number of counters shared by the workers; the last one fills the bar.
+        counters: names of the counters shared by the workers; the last one fills the bar.
         total: final value of the last counter.
-        text: (values of the counters, seconds since the start) -> text next to the bar.
         shown: whether the bar is shown.
         title: name of the work.
     """
 
-    counters: int
+    counters: tuple[str, ...]
     total: int
-    text: Callable[[Sequence[int], float], str]
     shown: bool
     title: str = "sharding"
+
+    def describe(self, values: Sequence[int], seconds: float) -> str:
+        """Return the counts and their rates since the start, for the text next to the bar."""
+        return "  ".join(
+            f"{value / seconds / 1e6:,.1f} MB/s" if name == "bytes" else f"{value:,} {name}  {value / seconds:,.0f}/s"
+            for name, value in zip(self.counters, values, strict=True)
+        )
 
 
 MAX_NAME_BYTES = 512
@@ -193,7 +211,7 @@ def run_portions(
     if not portions:
         return {}
     context = multiprocessing.get_context("spawn")  # forked copies of running threads can hang
-    counters = context.Array("q", bar.counters)
+    counters = context.Array("q", len(bar.counters))
     with _Display(bar, counters):
         if executor == "ray":
             from trp_scale.sharding.clusters import run_on_ray
@@ -203,7 +221,7 @@ def run_portions(
                 make,
                 arguments,
                 processes=processes,
-                counters=bar.counters,
+                counters=len(bar.counters),
                 gpus=gpus,
                 advance=_advance(counters),
                 title=bar.title,
@@ -336,7 +354,7 @@ class _Display:
         outlet: Any = Outlet(sys.stdout, "the work goes on")
         self._progress = Progress(*columns, console=Console(file=outlet), disable=not bar.shown)
         self._task = self._progress.add_task("", total=max(1, bar.total), rate="")
-        self._text = bar.text
+        self._text = bar.describe
         self._counters = counters
         self._start = time.monotonic()
         self._ended = threading.Event()

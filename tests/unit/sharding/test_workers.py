@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -19,15 +18,7 @@ from PIL import Image
 from tests.grids import always
 from tests.runs import ROOT, environment, hear_ctrl_c
 from trp_scale.errors import DataError
-from trp_scale.sharding.workers import Advance, ProgressBar, run_portions, start_sample
-
-
-@dataclass(frozen=True)
-class Names:
-    """Portion of inputs with these names."""
-
-    number: int
-    those: tuple[str, ...]
+from trp_scale.sharding.workers import Advance, Portion, ProgressBar, run_portions, start_sample
 
 
 class Reader:
@@ -37,9 +28,9 @@ class Reader:
     def __init__(self, directory: Path, tells: bool, advance: Advance) -> None:
         self.directory, self.tells = directory, tells
 
-    def __call__(self, portion: Names) -> list[str]:
+    def __call__(self, portion: Portion[str]) -> list[str]:
         read = []
-        for name in portion.those:
+        for name in portion.items:
             if self.tells and not start_sample(name):
                 read.append(f"without {name}")
                 continue
@@ -53,8 +44,8 @@ class Reader:
 
 
 def read(directory: Path, *portions: tuple[str, ...], tells: bool = True) -> dict[int, list[str]]:
-    bar = ProgressBar(counters=1, total=1, text=lambda counters, seconds: "", shown=False)
-    numbered = [Names(number, those) for number, those in enumerate(portions)]
+    bar = ProgressBar(counters=("names",), total=1, shown=False)
+    numbered = [Portion(number, those, len(those)) for number, those in enumerate(portions)]
     return run_portions(numbered, Reader, (directory, tells), processes=2, bar=bar)
 
 

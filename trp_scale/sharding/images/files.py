@@ -29,6 +29,7 @@ from trp_scale.errors import DataError, escape_name
 from trp_scale.pretraining.modalities import modalities as known_modalities
 from trp_scale.pretraining.modalities.base import MapFiles
 from trp_scale.sharding.images.tars import find_tars, tar_members
+from trp_scale.sharding.workers import Portion
 from trp_scale.storage.transfer import is_url
 
 SKIP_REASONS = {
@@ -149,12 +150,8 @@ def list_members(ignored: Mapping[str, int]) -> str:
     return ", ".join(f"{count} {f'.{suffix}' if suffix else 'hidden or without a suffix'}" for suffix, count in most)
 
 
-@dataclass(frozen=True, kw_only=True)
-class ImagePortion:
-    """Images of one shard."""
-
-    number: int
-    samples: list[Sample]
+ImagePortion = Portion[Sample]
+"""Images of one shard."""
 
 
 def cut_into_portions(samples: list[Sample], samples_per_shard: int, rows_per_block: int) -> list[ImagePortion]:
@@ -163,10 +160,9 @@ def cut_into_portions(samples: list[Sample], samples_per_shard: int, rows_per_bl
     if samples_per_shard == 0:
         wanted = min(2048, -(-len(ordered) // 16))
         samples_per_shard = -(-wanted // rows_per_block) * rows_per_block
-    return [
-        ImagePortion(number=number, samples=ordered[start : start + samples_per_shard])
-        for number, start in enumerate(range(0, len(ordered), max(1, samples_per_shard)))
-    ]
+    starts = range(0, len(ordered), max(1, samples_per_shard))
+    parts = [ordered[start : start + samples_per_shard] for start in starts]
+    return [Portion(number, part, len(part)) for number, part in enumerate(parts)]
 
 
 def split_duplicates(samples: list[Sample]) -> tuple[list[Sample], list[tuple[str, str]]]:

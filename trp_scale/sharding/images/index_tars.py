@@ -37,9 +37,9 @@ from trp_scale.sharding.images.files import SKIP_REASONS, UnusableError, list_me
 from trp_scale.sharding.images.reencode import open_image
 from trp_scale.sharding.images.settings import AUTO, IMAGE_MEMBERS, NONE, IndexConfig
 from trp_scale.sharding.images.tars import TarMember, find_tars, tar_members, unique_names
-from trp_scale.sharding.job import DataKind, FinishedShard, ShardingJob
+from trp_scale.sharding.job import DataKind, ShardingJob
 from trp_scale.sharding.parts import Part, PortionReport, sharding_settings, started_parts
-from trp_scale.sharding.workers import Advance, ProgressBar, start_sample
+from trp_scale.sharding.workers import Advance, start_sample
 from trp_scale.storage.files import remove_leftovers
 from trp_scale.storage.transfer import MAX_REQUESTS
 
@@ -312,6 +312,10 @@ class _Tar:
     name: str
     source: ExternalTar
 
+    @property
+    def size(self) -> int:
+        return self.source.size
+
 
 def index_tars(config: IndexConfig) -> Path:
     """Index tars in place, or one part of them, and return the directory of the data set. Unchanged indexed tars are
@@ -338,7 +342,7 @@ def index_tars(config: IndexConfig) -> Path:
     with job.only_run():
         tars = list(kind.tars.values())
         job.begin("", tars)
-        job.run(tars, _Indexer, (output, kind.choice), _progress_bar(config, job.select_portions(tars)))
+        job.run(tars, _Indexer, (output, kind.choice), ("images", "bytes"), "indexing")
         finished = job.finish({})
     if finished is not None:
         log.info("%s: %d images of %d tars", output, finished[1].images, len(finished[0]))
@@ -392,7 +396,7 @@ class TarKind(DataKind[TarReport]):
     def shard_names(self, count: int) -> list[str]:
         return list(self.tars)
 
-    def finished_shard(self, output: Path, name: str) -> FinishedShard[TarReport] | None:
+    def finished_shard(self, output: Path, name: str) -> tuple[TarReport, int] | None:
         try:
             index = read_index_document(output / OWN_TAR / name).fields
             if index.document.get("source") != _source(self.tars[name], self.choice):
@@ -400,7 +404,7 @@ class TarKind(DataKind[TarReport]):
             report = record(TarReport, index.document.get("report"), "report", DataError)
         except DataError:
             return None
-        return FinishedShard(report=report, blocks=report.images)
+        return report, report.images
 
     def document(self, part: Mapping[str, Any], shards: list[str], blocks: int, total: TarReport) -> dict[str, object]:
         if total.ignored:
@@ -488,15 +492,6 @@ class _Indexer:
         index = ShardIndex(shard=tar.name, size=tar.source.size, blocks=blocks)
         document = {"format": INDEX_FORMAT, **asdict(index), "source": _source(tar, self._choice)}
         write_json(index_path(self._output / OWN_TAR / tar.name), {**document, "report": vars(report)})
-
-
-def _progress_bar(config: IndexConfig, tars: Sequence[_Tar]) -> ProgressBar:
-    def text(values: Sequence[int], seconds: float) -> str:
-        images, size = values
-        return f"{images:,} images  {images / seconds:,.0f} images/s  {size / seconds / 1e6:,.1f} MB/s"
-
-    total = sum(tar.source.size for tar in tars)
-    return ProgressBar(counters=2, total=total, text=text, shown=config.progress, title="indexing")
 
 
 def _class_names(config: IndexConfig, total: TarReport) -> list[str] | None:

@@ -36,7 +36,7 @@ from trp_scale.sharding.images.settings import ShardImagesConfig
 from trp_scale.sharding.job import DataKind, ShardingJob
 from trp_scale.sharding.parts import PortionReport, ShardWriter
 from trp_scale.sharding.sources import shard_sources, source_folders
-from trp_scale.sharding.workers import Advance, ProgressBar, start_sample
+from trp_scale.sharding.workers import Advance, start_sample
 
 __all__ = ["ShardImagesConfig", "shard_images"]
 
@@ -73,7 +73,7 @@ def shard_images(config: ShardImagesConfig) -> Path:
             maps={files.format.suffix: files for files in listing.maps.values()},
         )
         arguments = (listing.source, listing.suffixes, listing.classes, settings)
-        job.make(portions, _ImageWriter, arguments, _progress_bar(config, job.select_portions(portions)))
+        job.make(portions, _ImageWriter, arguments, ("bytes", "images"))
         finished = job.finish(_description(config, listing))
     if finished is not None:
         shards, total = len(finished[0]), finished[1]
@@ -116,15 +116,6 @@ def _format_classes(classes: Sequence[str] | None) -> str:
         )
     first = ", ".join(map(shorten, classes[:4]))
     return f", {len(classes)} classes: {first}{', ...' if len(classes) > 4 else ''}"
-
-
-def _progress_bar(config: ShardImagesConfig, portions: Sequence[ImagePortion]) -> ProgressBar:
-    def text(values: Sequence[int], seconds: float) -> str:
-        stored, images = values
-        return f"{images:,} images  {images / seconds:,.0f} images/s  {stored / seconds / 1e6:,.1f} MB/s"
-
-    total = sum(len(portion.samples) for portion in portions)
-    return ProgressBar(counters=2, total=total, text=text, shown=config.progress)
 
 
 def _description(config: ShardImagesConfig, listing: Listing) -> dict[str, object]:
@@ -222,7 +213,7 @@ class _ImageWriter:
 
     def __call__(self, portion: ImagePortion, shard: ShardWriter) -> ImageReport:
         report = ImageReport()
-        for sample in portion.samples:
+        for sample in portion.items:
             try:
                 if not start_sample(sample.origin):
                     raise UnusableError("damaged", "it ends the process that decodes it")

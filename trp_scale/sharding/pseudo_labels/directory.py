@@ -30,7 +30,7 @@ from trp_scale.data.samples import write_binary_index
 from trp_scale.errors import DataError, RefusedError
 from trp_scale.pretraining.modalities import modalities
 from trp_scale.pretraining.modalities.settings import LabelSettings
-from trp_scale.sharding.job import DataKind, FinishedShard
+from trp_scale.sharding.job import DataKind
 from trp_scale.sharding.parts import PortionReport, SpreadSettings, report_path
 from trp_scale.storage.files import only_run, remove_leftovers
 
@@ -156,7 +156,7 @@ class LabelKind(DataKind[LabelReport]):
     def shard_names(self, count: int) -> list[str]:
         return self.shards
 
-    def finished_shard(self, output: Path, name: str) -> FinishedShard[LabelReport] | None:
+    def finished_shard(self, output: Path, name: str) -> tuple[LabelReport, int] | None:
         return finished_labels(self.dataset, self.name, output, name)
 
     def is_stored(self, output: Path, identity: Mapping[str, object]) -> bool:
@@ -234,7 +234,7 @@ def label_kind(dataset: Path, document: Mapping[str, Any], modality: str) -> Lab
     )
 
 
-def finished_labels(dataset: Path, modality: str, output: Path, name: str) -> FinishedShard[LabelReport] | None:
+def finished_labels(dataset: Path, modality: str, output: Path, name: str) -> tuple[LabelReport, int] | None:
     """Return the report of a label shard; `None` unless it is complete and made from the current images.
 
     Args:
@@ -257,7 +257,7 @@ def finished_labels(dataset: Path, modality: str, output: Path, name: str) -> Fi
             return None
     except (OSError, DataError):
         return None
-    return FinishedShard(report=report, blocks=len(index.blocks))
+    return report, len(index.blocks)
 
 
 def refuse_present(dataset: Path, document: Mapping[str, Any], modality: str, flag: str, *, replace: bool) -> None:

@@ -5,7 +5,6 @@ Each model makes one label shard per image shard. Threads decode and preprocess 
 
 from __future__ import annotations
 
-import io
 import logging
 import os
 import threading
@@ -20,10 +19,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 
-from trp_scale.data.images.dataset import decode_image
+from trp_scale.data.images.dataset import decode_image, jpeg_size
 from trp_scale.data.images.formats import Map, write_png
 from trp_scale.data.images.maps import OWN_TAR
 from trp_scale.data.index import index_path, read_index, read_index_document
@@ -55,7 +53,7 @@ from trp_scale.sharding.pseudo_labels.models import (
     load_model,
     load_processor,
 )
-from trp_scale.sharding.workers import Advance, ProgressBar, process_number, run_portions
+from trp_scale.sharding.workers import Advance, Portion, ProgressBar, process_number, run_portions
 
 __all__ = ["PseudoLabelConfig", "pseudo_label"]
 
@@ -91,15 +89,15 @@ def pseudo_label(config: PseudoLabelConfig) -> bool:
         if not kind.is_stored(output, identity):
             refuse_present(config.data, document, modality, f"{kind.flag} {output.name}", replace=config.replace)
         descriptions.append({"model": model.name, "replace": config.replace, **description})
-    portions = [LabelPortion(number=number, shard=shard) for number, shard in enumerate(document["shards"])]
+    portions = [Portion(number, (shard,), 0) for number, shard in enumerate(document["shards"])]
     with ExitStack() as stack:
         for job in jobs:
             stack.enter_context(job.only_run())
             job.begin("", portions)
         selected = jobs[0].select_portions(portions)
-        missing = {portion: sum(not task.is_finished(portion.shard) for task in tasks) for portion in selected}
+        missing = {portion: sum(not task.is_finished(portion.items[0]) for task in tasks) for portion in selected}
         labels = sum(
-            len(read_index_document(config.data / OWN_TAR / portion.shard).blocks) * count
+            len(read_index_document(config.data / OWN_TAR / portion.items[0]).blocks) * count
             for portion, count in missing.items()
         )
         unfinished = [portion for portion, count in missing.items() if count]
@@ -134,37 +132,27 @@ def _run(
     config: PseudoLabelConfig,
     document: dict[str, Any],
     tasks: tuple[LabelTask, ...],
-    portions: list[LabelPortion],
+    portions: list[Portion[str]],
     labels: int,
     devices: tuple[str, ...],
     precision: Precision,
 ) -> None:
-    def text(values: Sequence[int], seconds: float) -> str:
-        return f"{values[0]:,} labels  {values[0] / seconds:,.1f} labels/s"
-
     gpus = int(devices[0] != "cpu")
     if config.executor == "ray":
         processes, cores, alone = config.processes, cpus_of_task(gpus), False
     else:
         processes = config.processes or len(devices)
         cores, alone = max(1, len(os.sched_getaffinity(0)) // processes), not gpus and processes == 1
-    work = LabelWork(
-        tasks=tasks,
-        suffixes=tuple(document["suffixes"]),
-        batch=config.batch,
-        devices=devices,
-        precision=precision,
-        threads=max(2, min(MAX_THREADS, cores)),
-        model_threads=0 if alone else 1 if gpus else cores,  # with a GPU, the pool uses the cores
-    )
+    threads = max(2, min(MAX_THREADS, cores))
+    model_threads = 0 if alone else 1 if gpus else cores  # with a GPU, the pool uses the cores
     run_portions(
         portions,
         LabelWorker,
-        (work,),
+        (tasks, tuple(document["suffixes"]), config.batch, devices, precision, threads, model_threads),
         processes=processes,
         executor=config.executor,
         gpus=gpus,
-        bar=ProgressBar(counters=1, total=labels, text=text, shown=config.progress, title="labelling"),
+        bar=ProgressBar(counters=("labels",), total=labels, shown=config.progress, title="labelling"),
     )
 
 
@@ -213,7 +201,7 @@ class ImagePreparer:
         except DataError as error:
             if isinstance(error.__cause__, OSError):  # storage error, not a damaged image
                 raise
-            return Prepared(size=_size_from_header(content), flaws=dict.fromkeys(self._labellers, str(error)))
+            return Prepared(size=jpeg_size(content), flaws=dict.fromkeys(self._labellers, str(error)))
         prepared = Prepared(size=(pixels.shape[1], pixels.shape[2]))
         for modality, labeller in self._labellers.items():
             values = labeller.prepare(pixels)
@@ -222,15 +210,6 @@ class ImagePreparer:
             else:
                 prepared.inputs[modality] = values
         return prepared
-
-
-def _size_from_header(content: bytearray) -> Size:
-    """Return (H, W) from the header of a damaged image, or 1 x 1."""
-    try:
-        width, height = Image.open(io.BytesIO(content), formats=("JPEG",)).size
-    except Exception:  # Pillow raises many types; an empty label may have any size
-        return 1, 1
-    return height, width
 
 
 def iterate_windows(
@@ -273,64 +252,52 @@ class LabelTask:
         return finished_labels(self.output.parent, self.model.modality, self.output, shard) is not None
 
 
-@dataclass(frozen=True, kw_only=True)
-class LabelPortion:
-    """One shard of images, and its index in the data set."""
+class LabelWorker:
+    """Worker that makes the missing labels of a shard.
 
-    number: int
-    shard: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class LabelWork:
-    """Configuration of the worker processes.
-
-    Attributes:
+    Args:
         tasks: one for each modality.
         suffixes: members of an image sample.
         batch: batch size of the models.
         devices: used by the processes in turn.
         precision: of the models.
-        threads: per process, for reading, preprocessing and encoding.
-        model_threads: torch threads per process; 0 = unchanged.
-    """
-
-    tasks: tuple[LabelTask, ...]
-    suffixes: tuple[str, ...]
-    batch: int
-    devices: tuple[str, ...]
-    precision: Precision
-    threads: int
-    model_threads: int
-
-
-class LabelWorker:
-    """Worker that makes the missing labels of a shard.
-
-    Args:
+        threads: of this process, for reading, preprocessing and encoding.
+        model_threads: torch threads of this process; 0 = unchanged.
         advance: called with the number of new labels.
     """
 
-    def __init__(self, work: LabelWork, advance: Advance) -> None:
-        self._device = torch.device(work.devices[process_number() % len(work.devices)])
-        self._work = work
+    def __init__(
+        self,
+        tasks: tuple[LabelTask, ...],
+        suffixes: tuple[str, ...],
+        batch: int,
+        devices: tuple[str, ...],
+        precision: Precision,
+        threads: int,
+        model_threads: int,
+        advance: Advance,
+    ) -> None:
+        self._tasks, self._suffixes, self._batch = tasks, suffixes, batch
+        self._device = torch.device(devices[process_number() % len(devices)])
+        self._precision, self._threads = precision, threads
         self._advance = advance
         self._labellers: dict[str, Labeller] = {}
         if self._device.type == "cuda":  # else pinned memory would create a context on the first GPU
             torch.cuda.set_device(self._device)
-        if work.model_threads:
-            torch.set_num_threads(work.model_threads)
+        if model_threads:
+            torch.set_num_threads(model_threads)
 
-    def __call__(self, portion: LabelPortion) -> None:
+    def __call__(self, portion: Portion[str]) -> None:
+        (shard,) = portion.items
         with ExitStack() as stack:
             shards: dict[str, ShardWriter] = {}
-            for task in self._work.tasks:
-                if not task.is_finished(portion.shard):
-                    tar = task.output / portion.shard
+            for task in self._tasks:
+                if not task.is_finished(shard):
+                    tar = task.output / shard
                     index_path(tar).unlink(missing_ok=True)  # stale, or of a truncated tar
                     shards[task.model.modality] = stack.enter_context(new_tar(tar, report_path(task.output, tar.stem)))
             if shards:
-                self._label(portion.shard, shards)
+                self._label(shard, shards)
 
     def _labeller(self, task: LabelTask) -> Labeller:
         """Return the model of a task, loaded on first use so that its errors belong to a shard."""
@@ -344,22 +311,20 @@ class LabelWorker:
                 processor,
                 labels.interpret(processor, model.details, task.settings),
                 device=self._device,
-                precision=self._work.precision,
+                precision=self._precision,
             )
         return self._labellers[model.modality]
 
     def _label(self, shard: str, shards: Mapping[str, ShardWriter]) -> None:
-        dataset = self._work.tasks[0].output.parent
+        dataset = self._tasks[0].output.parent
         path = dataset / OWN_TAR / shard
         table, _ = read_samples(
-            path.parent, [shard], self._work.suffixes, rows_per_block=1, opened=("jpg",), use_index=False
+            path.parent, [shard], self._suffixes, rows_per_block=1, opened=("jpg",), use_index=False
         )
         keys = [block.key for block in read_index(path).blocks]
         digest = digest_of_images(dataset, shard)
-        labellers = {
-            task.model.modality: self._labeller(task) for task in self._work.tasks if task.model.modality in shards
-        }
-        with ThreadPoolExecutor(self._work.threads) as pool:
+        labellers = {task.model.modality: self._labeller(task) for task in self._tasks if task.model.modality in shards}
+        with ThreadPoolExecutor(self._threads) as pool:
             streams = [
                 LabelStream(
                     labeller,
@@ -368,11 +333,11 @@ class LabelWorker:
                     name=path.stem,
                     digest=digest,
                     pool=pool,
-                    batch=self._work.batch,
+                    batch=self._batch,
                 )
                 for modality, labeller in labellers.items()
             ]
-            ahead = iterate_windows(pool, ImagePreparer(table, labellers), table.rows, WINDOW * self._work.batch)
+            ahead = iterate_windows(pool, ImagePreparer(table, labellers), table.rows, WINDOW * self._batch)
             pending: deque[list[WindowOfLabels]] = deque()
             for places, prepared in ahead:
                 pending.append([stream.start(places, prepared) for stream in streams])

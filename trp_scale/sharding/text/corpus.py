@@ -33,6 +33,7 @@ from trp_scale.data.raw_files import (
     open_regular,
 )
 from trp_scale.errors import DataError, error_text
+from trp_scale.sharding.workers import Portion
 
 _RATIO = 3
 """Estimated compression ratio of gzip. The trailer of the file has the true size, but only modulo 4 GB."""
@@ -70,13 +71,8 @@ class Span:
         return is_gzipped(self.path, self.kind)
 
 
-@dataclass(frozen=True)
-class TextPortion:
-    """Input of one shard. `size`: bytes, estimated for gzipped files, parquet and datasets."""
-
-    number: int
-    spans: tuple[Span, ...]
-    size: int
+TextPortion = Portion[Span]
+"""Input of one shard. `size`: bytes, estimated for gzipped files, parquet and datasets."""
 
 
 @dataclass(frozen=True, kw_only=True)

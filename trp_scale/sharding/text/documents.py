@@ -80,7 +80,7 @@ class ReadSettings:
 
 def read_portion(portion: TextPortion, settings: ReadSettings) -> Iterator[Document | Skipped]:
     """Yield documents and skipped documents of a portion in order."""
-    for span in portion.spans:
+    for span in portion.items:
         if span.kind == "dataset":
             yield from _read_dataset(span, settings)
         elif span.kind == "parquet":

@@ -6,7 +6,7 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
@@ -36,7 +36,7 @@ from trp_scale.sharding.text.annotate import (
 from trp_scale.sharding.text.corpus import Corpus, TextPortion, embedded_documents, plan_corpus
 from trp_scale.sharding.text.documents import SKIP_REASONS, Document, ReadSettings, read_portion
 from trp_scale.sharding.text.rows import RowSettings, TextReport, write_portion
-from trp_scale.sharding.workers import Advance, ProgressBar
+from trp_scale.sharding.workers import Advance
 from trp_scale.storage.files import only_run, write_text
 
 SAMPLED_PORTIONS = 64
@@ -165,7 +165,7 @@ def _count_sources(config: ShardTextConfig, corpus: Corpus, read: ReadSettings) 
         DataError: another format, or fewer than two sources.
     """
     field = config.source_field
-    if other := next((span for part in corpus.portions for span in part.spans if span.kind != "jsonl"), None):
+    if other := next((span for part in corpus.portions for span in part.items if span.kind != "jsonl"), None):
         raise DataError(
             f"--source_field {field}: {other.path} has no JSON lines; give JSON lines, or --source_field {FOLDER} with "
             "a folder for each source"
@@ -205,8 +205,8 @@ def _shard(config: ShardTextConfig, source: tuple[str, str] = ("", "")) -> Path:
         _warn_if_not_english(corpus, read)
         _make_tokenizer(config, corpus, read)
         rows = _row_settings(config)
-        bar = _progress_bar(config, job.select_portions(corpus.portions))
-        job.make(corpus.portions, _TextWriter, (output, tagger_kind, read, rows), bar)
+        counters = ("documents", "words", "bytes")
+        job.make(corpus.portions, _TextWriter, (output, tagger_kind, read, rows), counters)
         finished = job.finish(_description(config, tagger_name, rows))
     if finished is not None:
         shards, total = len(finished[0]), finished[1]
@@ -322,14 +322,6 @@ class _TextWriter:
 
     def __call__(self, portion: TextPortion, shard: ShardWriter) -> TextReport:
         return write_portion(portion, shard, self._annotator, self._read, self._rows, self._advance)
-
-
-def _progress_bar(config: ShardTextConfig, portions: Sequence[TextPortion]) -> ProgressBar:
-    def text(values: Sequence[int], seconds: float) -> str:
-        documents, words, _ = values
-        return f"{documents:,} documents  {words:,} words  {words / seconds:,.0f} words/s"
-
-    return ProgressBar(counters=3, total=sum(portion.size for portion in portions), text=text, shown=config.progress)
 
 
 def _description(config: ShardTextConfig, tagger: str, rows: RowSettings) -> dict[str, object]:

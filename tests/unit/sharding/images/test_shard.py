@@ -186,8 +186,8 @@ def test_shards_are_cut_in_whole_blocks(
 ) -> None:
     samples = [Sample(f"image-{number}", "", None) for number in range(count)]
     portions = cut_into_portions(samples, samples_per_shard, rows_per_block)
-    assert [len(portion.samples) for portion in portions] == sizes
-    assert {sample for portion in portions for sample in portion.samples} == set(samples)
+    assert [len(portion.items) for portion in portions] == sizes
+    assert {sample for portion in portions for sample in portion.items} == set(samples)
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ def test_portions_do_not_depend_on_anything_but_the_input(tmp_path: Path) -> Non
         (tmp_path / f"{name}.txt").write_text(f"This is {name}. " * 100)
     plans = [plan_corpus(inputs, "auto", "train", True, 1000) for inputs in ([str(tmp_path)], [f"{tmp_path}/*.txt"])]
     assert plans[0] == plans[1]
-    names = [Path(span.path).name for portion in plans[0].portions for span in portion.spans]
+    names = [Path(span.path).name for portion in plans[0].portions for span in portion.items]
     assert names == ["a.txt", "b.txt", "c.txt"]
     before = plans[0].fingerprint
     (tmp_path / "b.txt").write_text("That is b. " * 140)

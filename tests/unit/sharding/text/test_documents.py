@@ -160,7 +160,7 @@ def test_gzipped_files_are_what_is_in_them(
         assert texts(packed) == texts(plain)
         assert [(why, where.replace(".gz", "")) for why, where in skipped(packed)] == skipped(plain)
     corpus = plan_corpus([str(tmp_path)], "auto", "train", True, 0)
-    kinds = {Path(span.path).name: span.kind for portion in corpus.portions for span in portion.spans}
+    kinds = {Path(span.path).name: span.kind for portion in corpus.portions for span in portion.items}
     assert kinds.pop("lines.jsonl") == kinds.pop("lines.jsonl.gz") == "jsonl" and set(kinds.values()) == {"text"}
 
 
@@ -205,7 +205,7 @@ def test_parquet_files_are_cut_between_their_row_groups_where_there_are_enough(t
             assert texts(found) == rows[:100]
             assert skipped(found) == [("no_text", f"{path.name}:100"), ("empty", f"{path.name}:101")]
     corpus = plan_corpus([str(tmp_path)], "auto", "train", True, 1500)
-    cut = [span for portion in corpus.portions for span in portion.spans if span.path.endswith("/7.parquet")]
+    cut = [span for portion in corpus.portions for span in portion.items if span.path.endswith("/7.parquet")]
     assert len(cut) > 2 and all(span.start % 7 == 0 for span in cut)
     parquet.write_table(pyarrow.table({"content": rows}), tmp_path / "other.parquet")
     assert [why for why, _ in skipped(read(tmp_path / "other.parquet"))] == ["no_text"] * 102
