@@ -19,8 +19,10 @@ import os
 import re
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import IO, Any
@@ -38,6 +40,9 @@ from trp_scale.storage.files import json_text, write_text
 
 CHUNK = 16 * 2**20
 """Bytes covered by one checksum: small enough to locate damage, large enough for a short list."""
+
+PARALLEL_READS = 4
+"""Files of a checkpoint that are read in parallel."""
 
 DTYPES = {
     "F64": torch.float64,
@@ -204,7 +209,8 @@ def read_exactly(file: IO[bytes], count: int) -> bytes:
 
 def check_sound(directory: Path, entries: Sequence[FileEntry]) -> None:
     """Compare files with their checksums. Raises CheckpointError: lists every damaged file."""
-    problems = [problem for entry in entries if (problem := damage(directory, entry)) is not None]
+    with ThreadPoolExecutor(PARALLEL_READS) as readers:
+        problems = [problem for problem in readers.map(partial(damage, directory), entries) if problem]
     if problems:
         raise CheckpointError("damaged checkpoint: " + "; ".join(problems))
 

@@ -13,14 +13,12 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from trp_scale.checkpoint.document import damage, read_document
+from trp_scale.checkpoint.document import check_sound, read_document
 from trp_scale.checkpoint.run_directory import CHECKPOINTS, ENVIRONMENT_FILE, METRICS_FILE, checkpoints, incompleteness
 from trp_scale.config.files import parse_json, read_content, read_optional_object
 from trp_scale.diagnostics.machine import Finding, judge
@@ -38,9 +36,6 @@ from trp_scale.training.rundir import CONFIG_FILE, INCIDENTS_FILE, STOP_RECORD, 
 
 RUN_FILES = (CONFIG_FILE, ENVIRONMENT_FILE, METRICS_FILE, STOP_RECORD, LEASE, CHECKPOINTS, HANGS)
 """A directory with one of these belongs to a run."""
-
-PARALLEL_READS = 4
-"""Files of a checkpoint that are read in parallel."""
 
 MAX_SHOWN = 5
 """Maximum number of incidents and of hangs to show: the last ones."""
@@ -214,8 +209,14 @@ def _list_candidates(run_dir: Path) -> list[tuple[int, Path]]:
 
 
 def _examine_checkpoint(step: int, path: Path, *, quick: bool) -> _Checkpoint:
+    problem = None
     try:
-        problem = incompleteness(path) if quick else _find_damage(path)
+        if quick:
+            problem = incompleteness(path)
+        else:
+            check_sound(path, read_document(path).files)
+    except CheckpointError as error:
+        problem = str(error)
     except OSError as error:
         problem = f"{error.filename or path}: {error.strerror or error}"
     size = _count_bytes(path)
@@ -224,16 +225,6 @@ def _examine_checkpoint(step: int, path: Path, *, quick: bool) -> _Checkpoint:
     change = "restore it from a copy, or remove the directory: --resume auto skips it"
     finding = judge(f"step {step}", problem is None, result, change, "wrong")
     return _Checkpoint(step=step, path=path, problem=problem, size=size, finding=finding)
-
-
-def _find_damage(path: Path) -> str | None:
-    """Return all problems of a checkpoint's files, by their checksums; `None` if it is intact."""
-    try:
-        document = read_document(path)
-    except CheckpointError as error:
-        return str(error)
-    with ThreadPoolExecutor(PARALLEL_READS) as readers:
-        return "; ".join(problem for problem in readers.map(partial(damage, path), document.files) if problem) or None
 
 
 def _check_resume(stored: list[_Checkpoint], reached: int) -> Finding:

@@ -12,8 +12,7 @@ import yaml
 from torch import nn
 
 from tests.runs import flags, image_flags, pretrain_here
-from trp_scale.checkpoint.card import CARD_FILE
-from trp_scale.checkpoint.export import export, find_checkpoint, loading_call
+from trp_scale.checkpoint.export import CARD_FILE, export, find_checkpoint, loading_call
 from trp_scale.checkpoint.run_directory import checkpoints
 from trp_scale.training.metrics import read_history
 
