@@ -250,13 +250,15 @@ class NodeArray:
     """
 
     def __init__(self, values: npt.NDArray[Any] | None = None, path: Path | None = None) -> None:
-        self._values, self._path = values, path
+        self._path = path
         self._lock: int | None = None
         if path is not None:
-            self._values, self._lock = _open_array(path)
+            values, self._lock = _open_array(path)
+        assert values is not None
+        self.values: npt.NDArray[Any] = values
 
     def __reduce__(self) -> tuple[object, tuple[object, ...]]:
-        values = self._values
+        values = self.values
         if self._path is not None:
             return NodeArray, (None, self._path)
         if isinstance(values, np.memmap):  # over a permanent file: a binary index
@@ -264,17 +266,12 @@ class NodeArray:
         return NodeArray, (values, None)
 
     def __del__(self) -> None:
-        if self._lock is not None:
-            os.close(self._lock)
+        if (lock := self.__dict__.get("_lock")) is not None:
+            os.close(lock)
             self._lock = None
 
     def __len__(self) -> int:
         return len(self.values)
-
-    @property
-    def values(self) -> npt.NDArray[Any]:
-        assert self._values is not None
-        return self._values
 
 
 def _map_array(path: Path, dtype: np.dtype[Any], offset: int, shape: tuple[int, ...]) -> NodeArray:
