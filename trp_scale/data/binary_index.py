@@ -240,7 +240,7 @@ class BinaryIndex:
         self.tars: list[str] = [tar[0] for tar in tars]
         self.sizes = np.array([tar[1] for tar in tars], dtype=np.int64)
         self._beside: list[tuple[int, str]] = [(tar[2], tar[3]) for tar in tars]
-        self.paths = TarPaths(path.parent, self.tars)
+        self.paths = [path.parent / name for name in self.tars]
         self.key_digests = [_from_hex(tar[4], fields) for tar in tars]
         self.counts = np.array(fields.take("counts", list[Whole]), dtype=np.int64)
         self.starts = np.concatenate([[0], np.cumsum(self.counts)]).astype(np.int64)
@@ -431,25 +431,6 @@ def find_index(directory: Path) -> BinaryIndex | None:
     """
     path = directory / NAME
     return BinaryIndex(path) if path.exists() else None
-
-
-class TarPaths(Sequence[Path]):
-    """Paths of tars, created on access: 10,000 paths take 10 MB in each process."""
-
-    def __init__(self, directory: Path, names: Sequence[str]) -> None:
-        self._directory, self._names = directory, names
-
-    def __len__(self) -> int:
-        return len(self._names)
-
-    @overload
-    def __getitem__(self, index: int) -> Path: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Path]: ...
-    def __getitem__(self, index: int | slice) -> Path | list[Path]:
-        if isinstance(index, slice):
-            return [self._directory / name for name in self._names[index]]
-        return self._directory / self._names[index]
 
 
 class BlockNames(Sequence[str]):

@@ -13,7 +13,7 @@ import os
 import zlib
 from abc import abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -27,6 +27,9 @@ from trp_scale.errors import DataError, RefusedError, error_text
 
 OPEN_IN_CACHE = 32
 """Limit of open tars if the cache is smaller than the data: an open tar occupies its disk space."""
+
+Arrays = tuple[npt.NDArray[Any], ...]
+"""Members of a block of text, in the order of the table's suffixes."""
 
 Opened = TypeVar("Opened")
 Content = TypeVar("Content")
@@ -107,13 +110,21 @@ class ArrayReader(TarReader[mmap.mmap]):
     def __init__(self, table: SampleTable, blocks: OrderBlocks, *, verify: bool, keep: int = 128) -> None:
         super().__init__(table, verify=verify, keep=keep)
         self.blocks = blocks
-        self._arrays: OrderedDict[int, tuple[npt.NDArray[Any], ...]] = OrderedDict()
+        self._arrays: OrderedDict[int, Arrays] = OrderedDict()
         self._damaged: dict[int, str] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_arrays": OrderedDict()}
 
-    def arrays(self, block: int) -> tuple[npt.NDArray[Any], ...]:
+    def read(self, blocks: Iterable[int]) -> Iterator[Arrays | Exception]:
+        """Yield the arrays of each block; an error in the place of a block that cannot be read."""
+        for block in blocks:
+            try:
+                yield self.arrays(block)
+            except Exception as error:  # a damaged file raises many types
+                yield error
+
+    def arrays(self, block: int) -> Arrays:
         """Read the members of a block as read-only arrays, in the order of the table's suffixes.
 
         Raises:
@@ -136,7 +147,7 @@ class ArrayReader(TarReader[mmap.mmap]):
             self._arrays.popitem(last=False)
         return arrays
 
-    def _read(self, stored: StoredPart, block: int) -> tuple[npt.NDArray[Any], ...]:
+    def _read(self, stored: StoredPart, block: int) -> Arrays:
         table, rows = self.table, int(self.blocks.rows[block])
         view, start = memoryview(self._file(stored)), 0 if stored.part is None else stored.part.start
         arrays = []

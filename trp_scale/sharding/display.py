@@ -3,7 +3,6 @@ a contact sheet. Nothing is unpickled."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,19 +13,17 @@ from PIL import Image, ImageDraw
 from rich.text import Text
 from tokenizers import Tokenizer
 
-from trp_scale.data.images.dataset import decode_image
+from trp_scale.data.images.dataset import decode_image, first_difference
 from trp_scale.data.images.formats import FORMATS, png_size
 from trp_scale.data.images.maps import CLASS, OWN_TAR, StoredMaps, class_names, known_suffixes, map_formats, stored_maps
 from trp_scale.data.index import Block, read_fields, read_index
-from trp_scale.data.mirror import find_store
-from trp_scale.data.samples import check_members
-from trp_scale.data.tar_reader import parse_npy
-from trp_scale.data.tars import StoredPart
+from trp_scale.data.samples import read_samples
+from trp_scale.data.tar_reader import ArrayReader, SampleReader
 from trp_scale.data.text.dataset import GROUP_BITS, GROUPS, SUFFIXES
 from trp_scale.data.text.tokenizer import load_for_sharding
-from trp_scale.errors import DataError, shorten
+from trp_scale.errors import DataError
 from trp_scale.pretraining.modalities import modality
-from trp_scale.sharding.verify import open_stored, read_member
+from trp_scale.sharding.verify import open_stored
 
 STYLES = {
     "verb": "bold red",
@@ -43,13 +40,14 @@ STYLES = {
 """Rich style of each group."""
 
 
-def _blocks_from(shard: Path, kind: str, key: str | None) -> list[Block]:
-    """Return the blocks of a shard, starting at `key`; raise DataError if the shard has no such key."""
+def _blocks_from(shard: Path, kind: str, key: str | None) -> list[tuple[int, Block]]:
+    """Return the blocks of a shard with their numbers, starting at `key`; raise DataError if the shard has no such
+    key."""
     blocks = read_index(shard).blocks
     keys = [block.key for block in blocks]
     if key is not None and key not in keys:
         raise DataError(f"{shard}: no {kind} {key!r}; there are {keys[0]} to {keys[-1]}")
-    return blocks[0 if key is None else keys.index(key) :]
+    return list(enumerate(blocks))[0 if key is None else keys.index(key) :]
 
 
 def read_block(shard: Path, block: Block) -> dict[str, NDArray[Any]]:
@@ -58,14 +56,9 @@ def read_block(shard: Path, block: Block) -> dict[str, NDArray[Any]]:
     Raises:
         DataError: a member is unknown, damaged or outside the tar.
     """
-    check_members(shard, block.key, set(block.members), SUFFIXES)
-    arrays = {}
-    with shard.open("rb") as stream:
-        size = os.fstat(stream.fileno()).st_size
-        for suffix in SUFFIXES:
-            content = read_member(stream, block.members[suffix], size)
-            arrays[suffix] = parse_npy(memoryview(content), f"{shard}: block {shorten(block.key)}, {suffix}")
-    return arrays
+    table, blocks = read_samples(shard.parent, [shard.name], SUFFIXES, None, use_index=False)
+    arrays = ArrayReader(table, blocks, verify=False).arrays(blocks.keys.index(block.key))
+    return dict(zip(SUFFIXES, arrays, strict=True))
 
 
 def legend() -> Text:
@@ -81,7 +74,7 @@ def row_texts(shard: Path, rows: int, key: str | None = None) -> Iterator[tuple[
     """
     blocks = _blocks_from(shard, "block", key)  # first: a path that is no shard is named
     tokenizer = load_for_sharding(shard.parent.parent / "tokenizer")
-    for block in blocks if key is None else blocks[:1]:
+    for _, block in blocks if key is None else blocks[:1]:
         arrays = read_block(shard, block)
         for row in range(min(rows, block.rows)):
             ends = arrays["sentences.npy"][row].tolist()
@@ -156,33 +149,27 @@ def stored_images(shard: Path, count: int, key: str | None = None) -> Iterator[S
     fields = read_fields(path, "shard the images again")
     suffixes = tuple(fields.texts("suffixes"))
     shard = directory / OWN_TAR / shard.name
-    size = read_index(shard).size
     described = stored_maps(path, fields.document)
-    classes = class_names(path, "classes", fields.document.get("classes"))
+    classes = class_names(fields)
     blocks = _blocks_from(shard, "image", key)[:count]
-    second = [(directory / maps.directory / shard.name, maps.suffix) for maps in described.values()]
-    maps_by_key = {
-        suffix: (tar, {block.key: block.members.get(suffix) for block in read_index(tar).blocks})
-        for tar, suffix in second
-        if tar != shard
-    }
-    with os.fdopen(find_store(shard.parent).open(StoredPart(shard, size)), "rb") as stream:
-        for block in blocks:
-            check_members(shard, block.key, set(block.members), suffixes)
-            members = {suffix: read_member(stream, block.members[suffix], size) for suffix in suffixes}
-            for suffix, (tar, maps) in maps_by_key.items():
-                if (member := maps.get(block.key)) is None:
-                    raise DataError(
-                        f"{tar}: no .{suffix} of {block.key!r}, which is an image of {OWN_TAR}/{shard.name}"
-                    )
-                with tar.open("rb") as maps_stream:
-                    members[suffix] = read_member(maps_stream, member, tar.stat().st_size)
-            label = "" if block.label is None else str(block.label)
-            if block.label is not None and classes and block.label < len(classes):
-                label = f"{block.label} ({classes[block.label]})"
-            yield StoredImage(
-                key=block.key, label=label, members=members, maps={m.suffix: m for m in described.values()}
-            )
+    members_of_tars = {shard: suffixes}
+    for maps in described.values():
+        if (tar := directory / maps.directory / shard.name) != shard:
+            members_of_tars[tar] = (maps.suffix,)
+            if difference := first_difference(shard, tar):
+                raise DataError(difference)
+    tables = [
+        read_samples(tar.parent, [tar.name], names, 1, use_index=False)[0] for tar, names in members_of_tars.items()
+    ]
+    readers = [SampleReader(table, verify=False) for table in tables]
+    for number, block in blocks:
+        members: dict[str, bytes] = {}
+        for reader in readers:
+            members.update(zip(reader.table.suffixes, map(bytes, reader.members(number)), strict=True))
+        label = "" if block.label is None else str(block.label)
+        if block.label is not None and classes and block.label < len(classes):
+            label = f"{block.label} ({classes[block.label]})"
+        yield StoredImage(key=block.key, label=label, members=members, maps={m.suffix: m for m in described.values()})
 
 
 def is_image_shard(blocks: list[Block]) -> bool:

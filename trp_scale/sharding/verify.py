@@ -8,7 +8,7 @@ import logging
 import os
 import tarfile
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -18,11 +18,11 @@ from typing import IO, Any, Literal
 import numpy as np
 from PIL import Image
 
-from trp_scale.config.schema import Fields, Whole, record
+from trp_scale.config.schema import record
 from trp_scale.data.binary_index import find_index
-from trp_scale.data.images.dataset import first_difference
+from trp_scale.data.images.dataset import ImageMeta, first_difference, read_image_meta
 from trp_scale.data.images.formats import FORMATS, png_size, refuse_too_many_pixels, refuse_too_many_scans
-from trp_scale.data.images.maps import CLASS, IMAGE, OWN_MODALITY, known_suffixes, map_formats, second_directories
+from trp_scale.data.images.maps import CLASS, IMAGE, StoredMaps, map_formats, second_directories, stored_maps
 from trp_scale.data.index import (
     Block,
     ShardIndex,
@@ -33,10 +33,20 @@ from trp_scale.data.index import (
     read_index_document,
     read_json,
 )
+from trp_scale.data.raw_files import read_dataset
 from trp_scale.data.samples import check_members
 from trp_scale.data.tar_reader import parse_npy
 from trp_scale.data.tars import ExternalTars, StoredPart, find_external_tars
-from trp_scale.data.text.dataset import GROUP_BITS, GROUPS, OTHER, SUFFIXES, WORD_START
+from trp_scale.data.text.dataset import (
+    GROUP_BITS,
+    GROUPS,
+    OTHER,
+    PACKED_FORMAT,
+    SUFFIXES,
+    WORD_START,
+    TextMeta,
+    read_text_meta,
+)
 from trp_scale.errors import DataError, error_text, quote, shorten
 from trp_scale.sharding.images.index_tars import TARS, MemberChoice, read_tar, stored_tars
 from trp_scale.sharding.images.shard import IMAGES
@@ -68,25 +78,33 @@ def verify_dataset(directory: Path) -> Verified:
     Raises:
         DataError: the first error, with shard, block, member and bytes a-b (both inclusive).
     """
-    fields = read_fields(directory / "dataset.json")
-    is_text = fields.take("kind", Literal["text", "image"]) == "text"
-    dataset = kind_fields(fields)
-    check: CheckContents = partial(_check_rows if is_text else _check_images, dataset)
-    second = second_directories(directory / "dataset.json", dataset)
+    path = directory / "dataset.json"
+    kind = read_fields(path).take("kind", Literal["text", "image"])
+    fields = read_dataset(directory, kind, "shard the data again", newest=PACKED_FORMAT)
+    dataset, shards = fields.document, fields.file_names("shards")
+    suffixes: tuple[str, ...] = SUFFIXES
+    rows_per_block = 1
+    check: CheckContents
+    if kind == "text":
+        check = partial(_check_rows, read_text_meta(directory, fields))
+    else:
+        images, rows_per_block = read_image_meta(path, fields)
+        suffixes, check = images.suffixes, partial(_check_images, images, stored_maps(path, dataset))
+    second = second_directories(path, dataset)
     for folder in ("shards", *second):
-        for path in sorted((directory / folder).glob("*.tar")):
-            if path.name not in dataset["shards"]:
-                raise DataError(f"{path}: not listed in dataset.json")
+        for tar in sorted((directory / folder).glob("*.tar")):
+            if tar.name not in shards:
+                raise DataError(f"{tar}: not listed in dataset.json")
         if (binary := find_index(directory / folder)) is not None:
             binary.verify()
     entries = blocks = rows = size = 0
     seen: set[str] = set()
     external = find_external_tars(directory / "shards")
-    for name in dataset["shards"]:
+    for name in shards:
         shard = directory / "shards" / name
         index = read_index(shard)
         if external is None:
-            _verify_shard(shard, index, SUFFIXES if is_text else dataset["suffixes"], check)
+            _verify_shard(shard, index, suffixes, check)
         else:
             _verify_external(shard, index, external)
         for block in index.blocks:
@@ -94,41 +112,19 @@ def verify_dataset(directory: Path) -> Verified:
                 raise DataError(f"{shard}: block {shorten(block.key)}: the key is used twice in the data set")
             seen.add(block.key)
         entries += len(index.blocks)
-        blocks += len(index.blocks) if is_text else -(-len(index.blocks) // dataset.get("rows_per_block", 1))
+        blocks += -(-len(index.blocks) // rows_per_block)
         rows += sum(block.rows for block in index.blocks)
         size += index.size
     for what, count in (("blocks", entries), ("rows", rows)):
         if dataset.get(what, count) != count:
-            raise DataError(f"{directory / 'dataset.json'}: {quote(dataset[what])} {what} written there, {count} found")
+            raise DataError(f"{path}: {quote(dataset[what])} {what} written there, {count} found")
     for folder, modality in second.items():
-        for name in dataset["shards"]:
+        for name in shards:
             index = read_index(directory / folder / name)
             _verify_shard(directory / folder / name, index, [modality.suffix], check)
             _check_aligned(directory / "shards" / name, directory / folder / name, modality.suffix)
             size += index.size
-    return Verified(shards=len(dataset["shards"]), blocks=blocks, rows=rows, bytes=size)
-
-
-def kind_fields(fields: Fields) -> dict[str, Any]:
-    """Return dataset.json after checking the fields that the check of a block reads.
-
-    Raises:
-        DataError: a field is missing, has a wrong type or names an unknown member.
-    """
-    fields.file_names("shards")
-    if fields.document["kind"] == "text":
-        fields.take("token_dtype", Literal["uint16", "uint32"])
-        fields.whole("row_length", least=1)
-        fields.whole("vocab_size")
-        if "pad" not in fields.take("special_tokens", dict[str, Whole]):
-            raise fields.refusal("special_tokens has no 'pad'")
-    else:
-        if unknown := sorted(set(fields.texts("suffixes")) - set(known_suffixes())):
-            allowed = ", ".join(known_suffixes())
-            raise fields.refusal(f"suffix {quote(unknown[0])} found, only {allowed} may be{OWN_MODALITY}")
-        fields.whole("rows_per_block", least=1, default=1)
-        fields.take("classes", list[str] | None, None)
-    return {"classes": None, **fields.document}
+    return Verified(shards=len(shards), blocks=blocks, rows=rows, bytes=size)
 
 
 def _verify_shard(shard: Path, index: ShardIndex, suffixes: Sequence[str], check: CheckContents) -> None:
@@ -214,13 +210,11 @@ def _verify_external(shard: Path, index: ShardIndex, store: ExternalTars) -> Non
         raise DataError(f"{where}: {len(blocks)} images found, the index has {len(index.blocks)}; {advice}")
 
 
-def _check_rows(
-    dataset: dict[str, Any], where: str, places: dict[str, str], contents: dict[str, bytes], block: Block
-) -> None:
+def _check_rows(meta: TextMeta, where: str, places: dict[str, str], contents: dict[str, bytes], block: Block) -> None:
     """Raise DataError if the arrays of a text block do not match dataset.json."""
     arrays = {suffix: parse_npy(memoryview(content), places[suffix]) for suffix, content in contents.items()}
-    shape = (block.rows, dataset["row_length"])
-    for suffix, dtype in (("tokens.npy", dataset["token_dtype"]), ("tags.npy", "uint8"), ("sentences.npy", "uint16")):
+    shape = (block.rows, meta.row_length)
+    for suffix, dtype in (("tokens.npy", meta.token_dtype), ("tags.npy", "uint8"), ("sentences.npy", "uint16")):
         array = arrays[suffix]
         wanted = shape if suffix != "sentences.npy" else (block.rows, max(1, array.shape[-1] if array.ndim else 0))
         if array.dtype != np.dtype(dtype) or array.shape != wanted:
@@ -230,11 +224,11 @@ def _check_rows(
     lengths = ends[:, -1]
     padding = np.arange(shape[1]) >= lengths[:, None]  # [R, row_length]
     checks = (
-        (tokens >= dataset["vocab_size"], f"a piece that is not below vocab_size {dataset['vocab_size']}"),
+        (tokens >= meta.vocab_size, f"a piece that is not below vocab_size {meta.vocab_size}"),
         ((tags & GROUP_BITS >= len(GROUPS)) | (tags & ~np.uint8(GROUP_BITS | WORD_START) != 0), "a tag of no group"),
         ((lengths < 1) | (lengths > shape[1]), f"a row length outside 1-{shape[1]}"),
         ((ends[:, 0] < 1) | (np.diff(ends, axis=1) < 0).any(axis=1), "sentence ends that do not ascend"),
-        (padding & (tokens != dataset["special_tokens"]["pad"]), "a piece behind the end of the row"),
+        (padding & (tokens != meta.special_tokens["pad"]), "a piece behind the end of the row"),
         (padding & (tags != OTHER), "a tag behind the end of the row"),
     )
     for wrong, what in checks:
@@ -244,7 +238,12 @@ def _check_rows(
 
 
 def _check_images(
-    dataset: dict[str, Any], where: str, places: dict[str, str], contents: dict[str, bytes], block: Block
+    meta: ImageMeta,
+    maps: Mapping[str, StoredMaps],
+    where: str,
+    places: dict[str, str],
+    contents: dict[str, bytes],
+    block: Block,
 ) -> None:
     """Raise DataError if an image does not decode, a map has a wrong format or size, or the class does not exist."""
     if block.rows != 1:
@@ -252,18 +251,17 @@ def _check_images(
     size = None  # `_check_aligned` compares the size of maps in other tars
     if IMAGE in contents:
         size = _check_image(places[IMAGE], contents[IMAGE], modes=("RGB", "L"))
-    described = dataset.get("modalities") or {}
     for name, form in map_formats().items():
         if form.suffix in contents:
             try:
                 numbers = form.decode(contents[form.suffix], size)
-                form.check(numbers, form.stored(Path("dataset.json"), name, described.get(name, {})))
+                form.check(numbers, maps[name])
             except DataError as error:
                 raise DataError(f"{places[form.suffix]}: {error}") from error
     if block.label is not None and CLASS not in block.members:
         raise DataError(f"{where}: the index says class {block.label}, and there is no member .{CLASS}")
     if CLASS in contents:
-        text, names = contents[CLASS], dataset["classes"]
+        text, names = contents[CLASS], meta.classes
         if not text.isdigit() or (names is not None and (len(text) > 18 or int(text) >= len(names))):
             allowed = "a number from 0" if names is None else f"a number from 0 to {len(names) - 1}"
             raise DataError(f"{places[CLASS]}: class {text[:20]!r} found, {allowed} expected")

@@ -132,7 +132,7 @@ def open_image_dataset(directory: Path, name: str = "", used: Sequence[str] = ()
     """
     path = directory / "dataset.json"
     fields = read_dataset(directory, "image", "shard the images again")
-    meta, rows_per_block = _read_meta(path, fields)
+    meta, rows_per_block = read_image_meta(path, fields)
     maps = require_maps(directory, stored_maps(path, fields.document), used)
     shards = fields.file_names("shards")
     stored_suffixes = [map_.suffix for map_ in maps if map_.directory == OWN_TAR]
@@ -214,8 +214,12 @@ def agree_images(datasets: list[ImageDataset]) -> ImageMeta:
     )
 
 
-def _read_meta(path: Path, fields: Fields) -> tuple[ImageMeta, int]:
-    """Read the metadata and the images per block from dataset.json."""
+def read_image_meta(path: Path, fields: Fields) -> tuple[ImageMeta, int]:
+    """Read the metadata and the images per block from dataset.json.
+
+    Raises:
+        DataError: a field is missing, has a wrong type or names an unknown member.
+    """
     suffixes = fields.texts("suffixes")
     unknown = [suffix for suffix in suffixes if suffix not in known_suffixes()]
     if unknown or IMAGE not in suffixes:
@@ -225,8 +229,7 @@ def _read_meta(path: Path, fields: Fields) -> tuple[ImageMeta, int]:
         )
     if len(set(suffixes)) < len(suffixes):
         raise fields.refusal(f"suffixes {quote(suffixes)} found, each is allowed once")
-    classes = class_names(path, "classes", fields.document.get("classes"))
-    meta = ImageMeta(classes=classes, suffixes=tuple(suffixes), rows=fields.whole("rows"))
+    meta = ImageMeta(classes=class_names(fields), suffixes=tuple(suffixes), rows=fields.whole("rows"))
     return meta, fields.take("rows_per_block", Positive)
 
 

@@ -19,9 +19,9 @@ from typing import Any
 from trp_scale.config import RefusedError
 from trp_scale.config.files import read_content
 from trp_scale.config.registry import find, names
-from trp_scale.config.schema import is_plain_name
+from trp_scale.config.schema import Fields, FileName
 from trp_scale.data.images.formats import GREY, RGB, Map, png_format, png_size, read_png, refuse_too_many_pixels
-from trp_scale.errors import DataError, error_text, quote
+from trp_scale.errors import DataError, error_text
 
 IMAGE, CLASS = "jpg", "cls"
 """Members of a sample: the image, and its class as an ASCII integer."""
@@ -31,9 +31,6 @@ OWN_MODALITY = "; --module registers a modality of your own"
 
 OWN_TAR = "shards"
 """Directory of the image's own tar."""
-
-Description = Mapping[str, Any]
-"""Description of one modality in dataset.json."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,18 +103,17 @@ class MapFormat:
         except Exception as error:  # decoders raise many types on a damaged file
             raise DataError(f".{self.suffix}: not a PNG that can be decoded ({error_text(error)})") from error
 
-    def stored(self, path: Path, name: str, description: Description) -> StoredMaps:
+    def stored(self, name: str, description: Fields) -> StoredMaps:
         """Parse the description of the maps in dataset.json.
 
         Args:
-            path: path of dataset.json, for messages.
             name: modality.
-            description: its description.
+            description: its fields.
 
         Raises:
             DataError: the description is invalid.
         """
-        return StoredMaps(name=name, suffix=self.suffix, directory=own_directory(path, name, description))
+        return StoredMaps(name=name, suffix=self.suffix, directory=own_directory(description))
 
     def check(self, numbers: Map, stored: Any) -> None:
         """Raise DataError if a map has a number that its description excludes."""
@@ -159,20 +155,12 @@ def stored_maps(path: Path, document: Mapping[str, Any]) -> dict[str, StoredMaps
     Raises:
         DataError: a description is invalid.
     """
-    described, suffixes = document.get("modalities") or {}, document.get("suffixes", [])
-    if not isinstance(described, dict):
-        raise DataError(f"{path}: modalities {quote(described)} found, descriptions by name expected: {{...}}")
-    if not isinstance(suffixes, list):
-        raise DataError(f"{path}: suffixes {quote(suffixes)} found, a list of names expected")
+    fields = Fields(document, str(path), DataError, "shard the images again")
+    described, suffixes = fields.section("modalities"), fields.texts("suffixes", [])
     maps_by_name = {}
     for name, form in map_formats().items():
         if name in described or form.suffix in suffixes:
-            description = described.get(name, {})
-            if not isinstance(description, dict):
-                raise DataError(
-                    f"{path}: modalities.{name} {quote(description)} found, its description expected: {{...}}"
-                )
-            maps_by_name[name] = form.stored(path, name, description)
+            maps_by_name[name] = form.stored(name, described.section(name))
             if maps_by_name[name].directory == OWN_TAR and form.suffix not in suffixes:
                 raise DataError(
                     f"{path}: modality {name} is described, but samples have no member .{form.suffix} and its "
@@ -186,36 +174,24 @@ def second_directories(path: Path, document: Mapping[str, Any]) -> dict[str, Sto
     return {maps.directory: maps for maps in stored_maps(path, document).values() if maps.directory != OWN_TAR}
 
 
-def own_directory(path: Path, name: str, description: Description) -> str:
+def own_directory(description: Fields) -> str:
     """Return the directory of a modality's maps, relative to the data set.
 
     Raises:
         DataError: not a plain name.
     """
-    directory = description.get("directory", OWN_TAR)
-    if not is_plain_name(directory):
-        raise DataError(f"{path}: directory {quote(directory)} of modality {name}: a plain name expected")
-    return str(directory)
+    directory: str = description.take("directory", FileName, OWN_TAR)
+    return directory
 
 
-def class_names(path: Path, field_path: str, value: object) -> tuple[str, ...] | None:
-    """Parse the names of classes in dataset.json; `None` for null.
-
-    Args:
-        path: path of dataset.json, for messages.
-        field_path: name of the field, for messages.
-        value: value of the field.
+def class_names(fields: Fields) -> tuple[str, ...] | None:
+    """Return the names of classes in dataset.json or in the description of a modality; `None` without names.
 
     Raises:
         DataError: neither a list of names nor null.
     """
-    if value is None:
-        return None
-    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
-        raise DataError(
-            f'{path}: {field_path} {quote(value)} found, a list of names expected, such as ["wall", "sky"], or null'
-        )
-    return tuple(value)
+    names: list[str] | None = fields.take("classes", list[str] | None, None)
+    return None if names is None else tuple(names)
 
 
 def refuse_other_classes(what: str, named: Sequence[tuple[str, tuple[str, ...] | None]]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,7 +18,7 @@ from trp_scale.data.hashing import Integers
 from trp_scale.data.index import failure_reason
 from trp_scale.data.raw_files import read_dataset
 from trp_scale.data.samples import SampleTable, read_samples
-from trp_scale.data.tar_reader import ArrayReader
+from trp_scale.data.tar_reader import ArrayReader, Arrays
 from trp_scale.data.tars import StoredPart, TarStore
 from trp_scale.errors import DataError, quote
 
@@ -141,7 +141,7 @@ def open_text_dataset(directory: Path, name: str = "") -> TextDataset:
         DataError: a file is missing or has another format, or the tars differ from their indexes.
     """
     fields = read_dataset(directory, "text", "shard the data again", newest=PACKED_FORMAT)
-    meta = _read_meta(directory, fields)
+    meta = read_text_meta(directory, fields)
     samples, blocks = read_samples(directory / "shards", fields.file_names("shards"), SUFFIXES, None)
     return TextDataset(name=name, meta=meta, samples=samples, blocks=blocks)
 
@@ -180,7 +180,12 @@ def agree(datasets: list[TextDataset]) -> TextMeta:
     return TextMeta(**{**first.meta.__dict__, "tokenizer_directories": directories})
 
 
-def _read_meta(directory: Path, fields: Fields) -> TextMeta:
+def read_text_meta(directory: Path, fields: Fields) -> TextMeta:
+    """Read the metadata from dataset.json.
+
+    Raises:
+        DataError: a field is missing or has an impossible value.
+    """
     length, row_length = fields.whole("length"), fields.whole("row_length")
     segments = fields.whole("segments_per_row", least=1) if fields.document["format"] == PACKED_FORMAT else 0
     expected = length if segments else length - 3
@@ -296,7 +301,7 @@ class TextRowReader:
         bounds = [0, *(np.flatnonzero(np.diff(codes)) + 1).tolist(), 2 * count]
         spans = list(pairwise(bounds))
         reasons: dict[str, str] = {}
-        blocks = [self._open(int(codes[first]), reasons) for first, _ in spans]
+        blocks = self._open([int(codes[first]) for first, _ in spans], reasons)
         sentences = max((opened[2].shape[1] for opened in blocks if opened is not None), default=1)
 
         tokens = np.zeros((2 * count, self._row_length), dtype=self._dtypes[0])
@@ -334,21 +339,31 @@ class TextRowReader:
             reasons=reasons,
         )
 
-    def _open(self, code: int, reasons: dict[str, str]) -> tuple[npt.NDArray[Any], ...] | None:
-        """Open the arrays of a block; `None` if it is unreadable (noted in `reasons`)."""
-        try:
-            tokens, tags, sentences = self._readers[code >> 40].arrays(code & ((1 << 40) - 1))
-            width = (self._row_length,)
-            if tokens.shape[1:] != width or tags.shape[1:] != width or sentences.ndim != 2 or sentences.shape[1] == 0:
-                raise DataError(f"arrays of {tokens.shape}, {tags.shape} and {sentences.shape}, not of rows of {width}")
-            if (tokens.dtype, tags.dtype, sentences.dtype) != self._dtypes:
-                raise DataError(f"{tokens.dtype}, {tags.dtype} and {sentences.dtype}, not {self._dtypes}")
-            if self._segments and sentences.shape[1] > self._segments:
-                raise DataError(f"{sentences.shape[1]} segments in a row, not at most {self._segments}")
-        except Exception as error:  # a damaged file raises many types
-            reasons[self._key(code)] = failure_reason(error)
-            return None
-        return tokens, tags, sentences
+    def _open(self, codes: list[int], reasons: dict[str, str]) -> list[Arrays | None]:
+        """Open the arrays of blocks, sorted by data set; `None` for an unreadable block (noted in `reasons`)."""
+        blocks: list[Arrays | Exception] = []
+        for member, of_member in groupby(codes, lambda code: code >> 40):
+            blocks += self._readers[member].read([code & ((1 << 40) - 1) for code in of_member])
+        opened: list[Arrays | None] = []
+        for code, arrays in zip(codes, blocks, strict=True):
+            problem = arrays if isinstance(arrays, Exception) else self._problem(*arrays)
+            if problem is not None:
+                reasons[self._key(code)] = failure_reason(problem)
+            opened.append(None if isinstance(arrays, Exception) or problem is not None else arrays)
+        return opened
+
+    def _problem(
+        self, tokens: npt.NDArray[Any], tags: npt.NDArray[Any], sentences: npt.NDArray[Any]
+    ) -> DataError | None:
+        """Return why arrays cannot be the rows of a block, or `None`."""
+        width = (self._row_length,)
+        if tokens.shape[1:] != width or tags.shape[1:] != width or sentences.ndim != 2 or sentences.shape[1] == 0:
+            return DataError(f"arrays of {tokens.shape}, {tags.shape} and {sentences.shape}, not of rows of {width}")
+        if (tokens.dtype, tags.dtype, sentences.dtype) != self._dtypes:
+            return DataError(f"{tokens.dtype}, {tags.dtype} and {sentences.dtype}, not {self._dtypes}")
+        if self._segments and sentences.shape[1] > self._segments:
+            return DataError(f"{sentences.shape[1]} segments in a row, not at most {self._segments}")
+        return None
 
     def _check(self, tokens: npt.NDArray[Any], tags: npt.NDArray[np.uint8], ends: Integers) -> npt.NDArray[np.bool_]:
         """Return a mask [N] of the rows with allowed values: a wrong id would break the embedding, on a GPU beyond

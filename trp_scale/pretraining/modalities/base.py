@@ -8,7 +8,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -17,11 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from trp_scale.config.images import CropConfig
+from trp_scale.config.schema import Fields
 from trp_scale.core.batch import Batch
 from trp_scale.data.images.crops import Cropper, Crops
 from trp_scale.data.images.dataset import DecodedRows
 from trp_scale.data.images.formats import Map, png_size, read_png
 from trp_scale.data.images.maps import MapFormat, StoredMaps
+from trp_scale.errors import DataError
 from trp_scale.models.patches import patchify, unpatchify
 
 if TYPE_CHECKING:
@@ -69,7 +70,8 @@ class MapFiles:
 
     def check(self, numbers: Map) -> None:
         """Raise DataError if a map has a number that its format does not allow."""
-        self.format.check(numbers, self.format.stored(Path("dataset.json"), self.name, self.description))
+        description = Fields(self.description, f"dataset.json: modalities: {self.name}", DataError)
+        self.format.check(numbers, self.format.stored(self.name, description))
 
 
 class SceneMap(NamedTuple):

@@ -11,8 +11,7 @@ import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, ClassVar, Literal, cast, get_args
+from typing import Annotated, Any, ClassVar, Literal, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -20,14 +19,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trp_scale.config.schema import is_finite
+from trp_scale.config.schema import Fields, Range
 from trp_scale.core.batch import Batch
 from trp_scale.data.images.crops import Cropper, Crops
 from trp_scale.data.images.dataset import DecodedRows
 from trp_scale.data.images.formats import GREY, Map, png_format, png_size, read_png
-from trp_scale.data.images.maps import Description, MapFormat, StoredMaps, own_directory
+from trp_scale.data.images.maps import MapFormat, StoredMaps, own_directory
 from trp_scale.data.tar_reader import is_npy, npy_header, read_npy
-from trp_scale.errors import DataError, quote
+from trp_scale.errors import DataError
 from trp_scale.models.patches import patchify
 from trp_scale.pretraining.modalities.base import Interpret, MapFiles, Modality, PseudoLabels, SceneMap, Size
 
@@ -73,16 +72,14 @@ class DepthFormat(MapFormat):
     """16 bits. dataset.json has "scale": metres per unit, or null for relative maps; "unit": description of the unit;
     "larger_is": "farther" (or absent), or "nearer" for inverse depth."""
 
-    def stored(self, path: Path, name: str, description: Description) -> StoredDepth:
-        directory, scale = own_directory(path, name, description), description.get("scale")
-        larger_is = description.get("larger_is", "farther")
-        if scale is not None and not (is_finite(scale) and scale > 0):
-            raise DataError(f"{path}: scale {quote(scale)} of modality {name}: metres per unit expected, or null")
-        if larger_is not in get_args(Direction):
-            raise DataError(
-                f"{path}: larger_is {quote(larger_is)} of modality {name}: {' or '.join(get_args(Direction))} expected"
-            )
-        return StoredDepth(name=name, suffix=self.suffix, directory=directory, scale=scale, larger_is=larger_is)
+    def stored(self, name: str, description: Fields) -> StoredDepth:
+        return StoredDepth(
+            name=name,
+            suffix=self.suffix,
+            directory=own_directory(description),
+            scale=description.take("scale", Annotated[float, Range(above=0)] | None, None),
+            larger_is=description.take("larger_is", Direction, "farther"),
+        )
 
     def agree(self, members: Sequence[tuple[str, StoredDepth]]) -> None:
         """Refuse mixtures of depth and inverse depth."""

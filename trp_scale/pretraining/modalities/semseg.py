@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trp_scale.config import RefusedError
+from trp_scale.config.schema import Fields
 from trp_scale.data.images.formats import PALETTE, Map, png_format
 from trp_scale.data.images.maps import (
-    Description,
     MapFormat,
     StoredMaps,
     class_names,
@@ -55,11 +55,10 @@ class ClassFormat(MapFormat):
         """Whether the format is known; palette images of any bits are too: their indices are the classes."""
         return self.fits(content) or png_format(content)[1] == PALETTE
 
-    def stored(self, path: Path, name: str, description: Description) -> StoredClasses:
-        directory = own_directory(path, name, description)
-        classes = class_names(path, f"modalities.{name}.classes", description.get("classes"))
+    def stored(self, name: str, description: Fields) -> StoredClasses:
+        directory, classes = own_directory(description), class_names(description)
         if classes is not None and not 0 < len(classes) <= VOID:
-            raise DataError(f"{path}: {len(classes)} classes of modality {name}, allowed: 1 to {VOID} ({VOID} is void)")
+            raise description.refusal(f"{len(classes)} classes found, allowed: 1 to {VOID} ({VOID} is void)")
         return StoredClasses(name=name, suffix=self.suffix, directory=directory, classes=classes)
 
     def check(self, numbers: Map, stored: StoredClasses) -> None:

@@ -82,14 +82,13 @@ def test_what_the_data_lacks_is_refused_at_opening(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("modalities", "message"),
     [
-        ({"depth": {"scale": -1}}, "scale -1 .*depth"),
-        ({"depth": {"directory": "../elsewhere"}}, r"directory '\.\./elsewhere' .*depth"),
-        ({"semseg": {"classes": [str(n) for n in range(256)]}}, "256 classes .*semseg"),
-        ({"semseg": {"classes": 5}}, r"dataset\.json: modalities\.semseg\.classes 5 "),
-        ({"semseg": {"classes": ["wall", 1]}}, r"modalities\.semseg\.classes \['wall', 1\] "),
-        ({"depth": []}, r"dataset\.json: modalities\.depth \[\] "),
-        ({"depth": None}, r"modalities\.depth None "),
-        ({"depth": {"larger_is": "further"}}, "larger_is 'further' .*depth"),
+        ({"depth": {"scale": -1}}, "depth: scale .* -1"),
+        ({"depth": {"directory": "../elsewhere"}}, r"depth: directory .*'\.\./elsewhere'"),
+        ({"semseg": {"classes": [str(n) for n in range(256)]}}, "semseg: 256 classes"),
+        ({"semseg": {"classes": 5}}, r"dataset\.json: modalities: semseg: classes .* 5"),
+        ({"semseg": {"classes": ["wall", 1]}}, r"modalities: semseg: classes\[1\] .* 1"),
+        ({"depth": []}, r"dataset\.json: modalities: depth: list"),
+        ({"depth": {"larger_is": "further"}}, "depth: larger_is .*'further'"),
     ],
 )
 def test_descriptions_that_cannot_be_are_refused(
