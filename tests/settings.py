@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from trp_scale.config import Config
-from trp_scale.config.loader import from_dict, to_dict, upstream_settings
-from trp_scale.config.registry import names
+from trp_scale.config.loader import from_dict, to_dict
+from trp_scale.config.registry import find, names
 from trp_scale.config.schema import setting_name
 from trp_scale.config.settings import Settings
 
@@ -29,7 +29,7 @@ def changed(config: Config, **changes: Mapping[str, Any]) -> Any:
 
 def of_upstream(config: Config, upstream: str) -> Any:
     """The settings of another upstream's run, with the values of `config` for all that it has too."""
-    given, document = to_dict(config), to_dict(upstream_settings(upstream)())
+    given, document = to_dict(config), to_dict(find("upstream", upstream).settings())
     for section, values in document.items():
         if isinstance(values, dict) and section in given and section != "objective":
             document[section] = {name: given[section].get(name, value) for name, value in values.items()}

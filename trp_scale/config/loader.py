@@ -152,21 +152,11 @@ def _base_type(document: object, problems: list[str]) -> type[Config]:
     kind = section.get("kind", "glue") if isinstance(section, Mapping) else "glue"
     try:
         if "downstream" in named and "upstream" not in named:
-            return task_settings(str(kind))
-        return upstream_settings(str(named.get("upstream", "pos_bert")))
+            settings: type[Config] = find("task", str(kind), "downstream.kind").settings
+        else:
+            settings = find("upstream", str(named.get("upstream", "pos_bert")), "upstream").settings
     except RefusedError as error:
         raise RefusedError("\n".join([str(error), *problems[:MOST_PROBLEMS]])) from None
-
-
-def upstream_settings(name: str, source: str = "upstream") -> type[PretrainConfig]:
-    """Return the settings class of a pre-training run; raises RefusedError for an unknown upstream."""
-    settings: type[PretrainConfig] = find("upstream", name, source).settings
-    return settings
-
-
-def task_settings(name: str, source: str = "downstream.kind") -> type[FinetuneConfig]:
-    """Return the settings class of a fine-tuning run; raises RefusedError for an unknown task."""
-    settings: type[FinetuneConfig] = find("task", name, source).settings
     return settings
 
 
@@ -290,16 +280,6 @@ def summary(name: str) -> str:
         return registered_recipes[name].line
     paragraph = _head(path).partition("\n\n")[0].replace("\n", " ")
     return re.split(r"(?<=\.)\s+(?=[A-Z\"])", paragraph, maxsplit=1)[0].removesuffix(".")
-
-
-def data(name: str) -> str:
-    """Return the sentence after `Data:` in the head comment of a recipe or of the nearest recipe that it extends, or
-    ""."""
-    for path in reversed(resolve(recipe_path(name))[1].chain):
-        head = "" if registered_document(path) is not None else _head(path)
-        if match := re.search(r"^Data: (.+?)\.(?:\s|$)", head, re.MULTILINE | re.DOTALL):
-            return " ".join(match[1].split())
-    return ""
 
 
 def _head(path: Path) -> str:

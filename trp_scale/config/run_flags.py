@@ -24,9 +24,7 @@ from trp_scale.config.loader import (
     known_recipes,
     load_recipe,
     read_section,
-    task_settings,
     to_dict,
-    upstream_settings,
 )
 from trp_scale.config.recipes import read_document
 from trp_scale.config.registry import find, load_module, own_modules
@@ -303,9 +301,9 @@ def _change_run(config: Config, chosen: Mapping[str, list[str]]) -> Config:
     inherit from one class."""
     upstream, task = _first_value(chosen, "upstream"), _first_value(chosen, "downstream.kind")
     if upstream and isinstance(config, PretrainConfig):
-        new: type[Config] = upstream_settings(upstream, "--upstream")
+        new: type[Config] = find("upstream", upstream, "--upstream").settings
     elif task and isinstance(config, FinetuneConfig) and task != config.downstream.kind:
-        new = task_settings(task, "--downstream.kind")
+        new = find("task", task, "--downstream.kind").settings
     else:
         return config
     types, new_types = get_type_hints(type(config)), get_type_hints(new)

@@ -30,8 +30,8 @@ from trp_scale.sharding.parts import (
     MAX_LISTED,
     Part,
     PortionReport,
-    ShardingSettings,
     ShardWriter,
+    SpreadSettings,
     all_parts,
     check_skipped,
     missing_parts,
@@ -188,17 +188,26 @@ class ShardingJob(Generic[ReportT]):
     """Run that makes a data set or a part of it.
 
     Args:
+        output: directory of the data set.
         identity: settings that determine the bytes of the data set.
+        patience: seconds to wait for another run of the same part.
 
     Raises:
         DataError: the directory contains anything but a data set of these settings.
     """
 
-    def __init__(self, settings: ShardingSettings, kind: DataKind[ReportT], identity: Mapping[str, object]) -> None:
-        self.output = settings.output
+    def __init__(
+        self,
+        settings: SpreadSettings,
+        output: Path,
+        kind: DataKind[ReportT],
+        identity: Mapping[str, object],
+        patience: float = 0.0,
+    ) -> None:
+        self.output = output
         self.identity = dict(identity)
         self.part = settings.own_part()
-        self._settings = settings
+        self._settings, self._patience = settings, patience
         self._kind = kind
         self._document: dict[str, object] = {}
         self._refuse_other_content()
@@ -210,7 +219,7 @@ class ShardingJob(Generic[ReportT]):
         Raises:
             DataError: another process holds the lock.
         """
-        with only_run(self.output, self.part.lock, patience=self._settings.patience):
+        with only_run(self.output, self.part.lock, patience=self._patience):
             yield
         if (self.output / "dataset.json").exists():
             with suppress(OSError):  # not empty while other parts hold their locks

@@ -21,7 +21,7 @@ import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Literal
 
@@ -64,6 +64,11 @@ class SpreadSettings:
     order; run a stopped part again. `trp-scale merge` joins the parts."""
     num_shards: int = 1
     """Several machines: number of parts. Part i makes the shards i, i + num_shards, ..."""
+    processes: int = setting(0, at_least=0, at_most=4096)
+    """Shards made, tars read or labels predicted in parallel; 0 = one per core of this machine or of the Ray cluster,
+    for labels one per GPU (without GPUs one on this machine). The output does not depend on it."""
+    max_skipped: float = setting(0.01, at_least=0, at_most=1)
+    """Largest share of skipped documents or images; for labels, of images that cannot be decoded."""
     progress: bool = True
     """Show a progress bar."""
 
@@ -89,24 +94,12 @@ class ShardingSettings(SpreadSettings):
 
     output: Path
     """Directory of the data set. A stopped run resumes there; other settings or inputs are refused."""
-    processes: int = setting(0, at_least=0, at_most=4096)
-    """Shards made in parallel; 0 = one per core of this machine or of the Ray cluster. The output does not depend on
-    it."""
-    max_skipped: float = setting(0.01, at_least=0, at_most=1)
-    """Largest share of skipped documents or images."""
     patience: float = 0.0
     """Seconds to wait for another run of the same part. On shared storage, the lock of a lost machine can remain for a
     while."""
 
     def check(self) -> None:
         """Raise DataError with the flag of an invalid setting."""
-
-
-def sharding_settings(settings: Any, output: Path) -> ShardingSettings:
-    """Return the job settings of a command that has no --output setting."""
-    names = [entry.name for entry in fields(SpreadSettings)]
-    shared = {name: getattr(settings, name) for name in (*names, "processes", "max_skipped")}
-    return ShardingSettings(**shared, output=output)
 
 
 @dataclass(frozen=True, order=True)

@@ -8,8 +8,8 @@ import pytest
 
 from trp_scale.config import RefusedError
 from trp_scale.config.finetuning import DownstreamConfig, FinetuneConfig
-from trp_scale.config.loader import from_dict, known_recipes, load_recipe, task_settings, to_dict
-from trp_scale.config.registry import component, names
+from trp_scale.config.loader import from_dict, known_recipes, load_recipe, to_dict
+from trp_scale.config.registry import component, find, names
 from trp_scale.config.run_flags import parse_run, refuse_settings_of_others
 from trp_scale.finetuning.arguments import FinetuneArguments
 from trp_scale.finetuning.dense.settings import DepthTaskConfig
@@ -30,7 +30,7 @@ SECTIONS = {
 
 @pytest.mark.parametrize("task", SECTIONS)
 def test_each_task_has_its_own_sections_alone(task: str) -> None:
-    config = task_settings(task)()
+    config = find("task", task).settings()
     every = set().union(*SECTIONS.values())
     assert every & {each.name for each in fields(config)} == SECTIONS[task]
     assert config.downstream.kind == task and config.reads == ("text" if task == "glue" else "image")

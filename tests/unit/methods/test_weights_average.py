@@ -21,7 +21,8 @@ from trp_scale.checkpoint.format import read_full_state
 from trp_scale.checkpoint.initial_weights import give_weights
 from trp_scale.cli.main import main
 from trp_scale.config import ModelConfig, RefusedError
-from trp_scale.config.loader import task_settings, to_dict
+from trp_scale.config.loader import to_dict
+from trp_scale.config.registry import find
 from trp_scale.core.pieces import WEIGHT_AVERAGE
 from trp_scale.errors import CheckpointError
 from trp_scale.evaluation.arguments import parse_probe
@@ -76,7 +77,7 @@ def test_an_encoder_of_the_average(tmp_path: Path, kind: str) -> None:
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=0, atol=0, equal_nan=True)
         assert "norm" in name or not torch.equal(last[name], value), name
-    config = task_settings("glue" if kind == "text" else "classification")()
+    config = find("task", "glue" if kind == "text" else "classification").settings()
     source.adopt(config)
     assert config.model.weights == f"{find_checkpoint(both)}@average"
     assert open_encoder(config.model.weights).read().keys() == expected.keys()

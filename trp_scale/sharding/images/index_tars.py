@@ -38,7 +38,7 @@ from trp_scale.sharding.images.reencode import open_image
 from trp_scale.sharding.images.settings import AUTO, IMAGE_MEMBERS, NONE, IndexConfig
 from trp_scale.sharding.images.tars import TarMember, find_tars, tar_members, unique_names
 from trp_scale.sharding.job import DataKind, ShardingJob
-from trp_scale.sharding.parts import Part, PortionReport, sharding_settings, started_parts
+from trp_scale.sharding.parts import Part, PortionReport, started_parts
 from trp_scale.sharding.workers import Advance, start_sample
 from trp_scale.storage.files import remove_leftovers
 from trp_scale.storage.transfer import MAX_REQUESTS
@@ -338,7 +338,7 @@ def index_tars(config: IndexConfig) -> Path:
         raise DataError(
             f"--output {output}: cannot be written ({error.strerror}); give another directory, the tars stay in place"
         ) from error
-    job = ShardingJob(sharding_settings(config, output), kind, config.identity())
+    job = ShardingJob(config, output, kind, config.identity())
     with job.only_run():
         tars = list(kind.tars.values())
         job.begin("", tars)

@@ -154,10 +154,6 @@ class IndexConfig(SpreadSettings, TakesModules):
     """External tars: images read together; unit of the data order and of the held-out split."""
     max_pixels: int = setting(100_000_000, at_least=1, at_most=1 << 40)
     """External tars: skip larger images."""
-    max_skipped: float = setting(0.01, at_least=0, at_most=1)
-    """External tars: largest share of skipped samples, for example samples without an image."""
-    processes: int = setting(0, at_least=0, at_most=4096)
-    """External tars: number of tars read in parallel; 0 = one per core of this machine or of the Ray cluster."""
 
     @property
     def directory(self) -> Path:

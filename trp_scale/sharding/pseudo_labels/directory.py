@@ -52,13 +52,8 @@ class PseudoLabelConfig(SpreadSettings, TakesModalities):
     """auto: all GPUs, or the CPU without GPUs."""
     precision: Literal["auto", "bf16", "fp32"] = "auto"
     """Precision of the models; auto: bf16 if the GPU supports it, else fp32. In bf16, depth has about three digits."""
-    processes: int = setting(0, at_least=0, at_most=4096)
-    """Shards labelled in parallel, each on one GPU; 0 = one per GPU of this machine or of the Ray cluster. Without
-    GPUs: one on this machine, one per core of the Ray cluster."""
     replace: bool = False
     """Replace a modality that dataset.json already lists. The old maps stay in place, described under "replaced"."""
-    max_skipped: float = setting(0.01, at_least=0, at_most=1)
-    """Largest share of images without a label because they cannot be decoded."""
 
     def check(self) -> None:
         """Raise DataError with the flag of an invalid setting."""

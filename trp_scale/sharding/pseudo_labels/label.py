@@ -33,7 +33,7 @@ from trp_scale.pretraining.modalities.base import Size
 from trp_scale.pretraining.modalities.settings import LabelSettings
 from trp_scale.sharding.clusters import cluster_gpus, cpus_of_task
 from trp_scale.sharding.job import ShardingJob
-from trp_scale.sharding.parts import ShardWriter, new_tar, report_path, sharding_settings
+from trp_scale.sharding.parts import ShardWriter, new_tar, report_path
 from trp_scale.sharding.pseudo_labels.directory import (
     UNREADABLE,
     LabelReport,
@@ -85,7 +85,7 @@ def pseudo_label(config: PseudoLabelConfig) -> bool:
         kind, output = label_kind(config.data, document, modality), config.data / config.directory(modality)
         identity = {"model": model.fingerprint, "precision": precision, **identity}
         tasks.append(LabelTask(model=model, output=output, settings=settings))
-        jobs.append(ShardingJob(sharding_settings(config, output), kind, identity))
+        jobs.append(ShardingJob(config, output, kind, identity))
         if not kind.is_stored(output, identity):
             refuse_present(config.data, document, modality, f"{kind.flag} {output.name}", replace=config.replace)
         descriptions.append({"model": model.name, "replace": config.replace, **description})

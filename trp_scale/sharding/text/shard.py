@@ -194,7 +194,7 @@ def _shard(config: ShardTextConfig, source: tuple[str, str] = ("", "")) -> Path:
     identity = {"tagger": tagger_name, "tokenizer": _tokenizer_fingerprint(config), **config.identity()}
     if source[0]:
         identity["source"] = list(source)
-    job = ShardingJob(config, TEXT, identity)
+    job = ShardingJob(config, output, TEXT, identity, config.patience)
     with job.only_run():
         embedded = job.own_file("embedded", ".jsonl")
         corpus = _plan(config, embedded)
