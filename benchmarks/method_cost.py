@@ -40,8 +40,7 @@ from benchmarks.workloads import (
     resized,
     small_bert,
 )
-from trp_scale.config.registry import make_settings
-from trp_scale.config.settings import Settings
+from trp_scale.config.registry import Settings, make_settings
 from trp_scale.core import pieces
 from trp_scale.models.counting import RecordsOperations
 from trp_scale.pretraining.mae.settings import MaeConfig

@@ -7,9 +7,8 @@ from typing import Any
 
 from trp_scale.config import Config
 from trp_scale.config.loader import from_dict, to_dict
-from trp_scale.config.registry import find, names
+from trp_scale.config.registry import Settings, find, names
 from trp_scale.config.schema import setting_name
-from trp_scale.config.settings import Settings
 
 
 def changed(config: Config, **changes: Mapping[str, Any]) -> Any:

@@ -28,11 +28,11 @@ if TYPE_CHECKING:
     from trp_scale.config import PretrainConfig as PretrainConfig
     from trp_scale.config.recipes import recipe as recipe
     from trp_scale.config.registry import MetricPlot as MetricPlot
+    from trp_scale.config.registry import Section as Section
+    from trp_scale.config.registry import Settings as Settings
     from trp_scale.config.registry import component as component
     from trp_scale.config.registry import describe_metrics as describe_metrics
-    from trp_scale.config.settings import Section as Section
-    from trp_scale.config.settings import Settings as Settings
-    from trp_scale.config.settings import setting as setting
+    from trp_scale.config.registry import setting as setting
     from trp_scale.core.batch import Batch as Batch
     from trp_scale.core.batch import StepStats as StepStats
     from trp_scale.core.batch import TaskLosses as TaskLosses
@@ -59,8 +59,7 @@ _NAMES = {
     "shard_images shard_text",
     "trp_scale.config": "PretrainConfig",
     "trp_scale.config.recipes": "recipe",
-    "trp_scale.config.registry": "MetricPlot component describe_metrics",
-    "trp_scale.config.settings": "Section Settings setting",
+    "trp_scale.config.registry": "MetricPlot Section Settings component describe_metrics setting",
     "trp_scale.core.batch": "Batch StepStats TaskLosses",
     "trp_scale.core.hooks": "Balancer Hook StepContext",
     "trp_scale.core.pieces": "Shards",

@@ -18,10 +18,9 @@ from trp_scale.config import AVERAGE, Config, PretrainConfig, Weights, loader
 from trp_scale.config.finetuning import FinetuneConfig
 from trp_scale.config.flags import TakesModalities, TakesModules
 from trp_scale.config.loader import read_section, summary
-from trp_scale.config.registry import MAIN, find_registration, load_module
+from trp_scale.config.registry import MAIN, Settings, find_registration, load_module
 from trp_scale.config.run_flags import AnyArguments, Arguments, check_pretrain, make_arguments
 from trp_scale.config.schema import setting_name
-from trp_scale.config.settings import Settings
 from trp_scale.errors import RefusedError
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 import tyro
 
 from trp_scale.config.flags import HELP, HELP_ALL, asks_for_help, read
-from trp_scale.config.settings import check_settings, setting
+from trp_scale.config.registry import check_settings, setting
 from trp_scale.errors import RefusedError, nearest
 
 Inputs = Annotated[tyro.conf.UseAppendAction[list[str]], tyro.conf.arg(metavar="NAME=PATH")]

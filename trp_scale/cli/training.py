@@ -21,7 +21,7 @@ import tyro
 from trp_scale.cli.evaluation import show, work_and_show
 from trp_scale.cli.main import run
 from trp_scale.config.flags import Modules, TakesModules, is_rank_zero_env, phase, read
-from trp_scale.config.settings import check_settings, setting
+from trp_scale.config.registry import check_settings, setting
 from trp_scale.errors import RefusedError
 
 if TYPE_CHECKING:

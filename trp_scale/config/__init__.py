@@ -14,8 +14,17 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import tyro.conf
 
-from trp_scale.config.registry import Component, default_settings, find, listed_roles, names, unknown_component
-from trp_scale.config.settings import Section, near_divisors, setting
+from trp_scale.config.registry import (
+    Component,
+    Section,
+    default_settings,
+    find,
+    listed_roles,
+    names,
+    near_divisors,
+    setting,
+    unknown_component,
+)
 from trp_scale.errors import RefusedError as RefusedError
 
 Weights = Literal["last", "average"]

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from trp_scale.config import Config, RefusedError
-from trp_scale.config.registry import find, names
-from trp_scale.config.settings import Section, Settings, find_problems, non_default_values, sections
+from trp_scale.config.registry import Section, Settings, find, find_problems, names, non_default_values, sections
 
 
 def check(config: Config) -> None:

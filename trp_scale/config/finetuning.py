@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 
 from trp_scale.config import Config, OptimizerConfig, TrainingConfig
 from trp_scale.config.images import CropsConfig, RelativeVisionConfig
-from trp_scale.config.settings import Settings, setting
+from trp_scale.config.registry import Settings, setting
 from trp_scale.errors import RefusedError
 
 

@@ -17,8 +17,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_ori
 
 import tyro
 
-from trp_scale.config.registry import find, kinds_beside, load_module, names, preparation_sections
-from trp_scale.config.settings import Section, Settings
+from trp_scale.config.registry import Section, Settings, find, kinds_beside, load_module, names, preparation_sections
 from trp_scale.errors import RefusedError
 
 Arguments = TypeVar("Arguments")

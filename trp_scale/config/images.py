@@ -9,8 +9,7 @@ from typing import Annotated, Any, Literal
 import tyro.conf
 
 from trp_scale.config import MaskingConfig, PretrainConfig
-from trp_scale.config.registry import default_settings
-from trp_scale.config.settings import Section, setting
+from trp_scale.config.registry import Section, default_settings, setting
 
 
 @dataclass(kw_only=True)

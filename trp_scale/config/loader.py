@@ -27,9 +27,17 @@ from trp_scale.config.recipes import (
     registered_document,
     registered_recipes,
 )
-from trp_scale.config.registry import RUNS, Component, find, listed_roles, load_module, registered_components, runs
+from trp_scale.config.registry import (
+    RUNS,
+    Component,
+    Settings,
+    find,
+    listed_roles,
+    load_module,
+    registered_components,
+    runs,
+)
 from trp_scale.config.schema import Problem, WrongValueError, setting_name, setting_names, typed_reader
-from trp_scale.config.settings import Settings
 from trp_scale.errors import LONGEST_QUOTE, MOST_PROBLEMS, RefusedError, listed_problems, nearest, shorten
 
 Section = TypeVar("Section")

@@ -22,8 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trp_scale.config.registry import find
-from trp_scale.config.settings import Settings
+from trp_scale.config.registry import Settings, find
 from trp_scale.core.batch import Batch, LateStats, StepStats, TaskLosses
 from trp_scale.core.engine import Engine
 from trp_scale.core.pieces import STATE_NAMES, Shards

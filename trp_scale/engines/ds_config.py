@@ -20,7 +20,7 @@ from typing import Any, TypeGuard
 
 from trp_scale.config import Config, RefusedError
 from trp_scale.config.files import parse_json, read_content
-from trp_scale.config.settings import near_divisors
+from trp_scale.config.registry import near_divisors
 from trp_scale.errors import MOST_PROBLEMS, listed_problems, nearest, quote, shorten
 
 Document = dict[str, Any]

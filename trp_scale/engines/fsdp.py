@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from trp_scale.config.settings import near_divisors
+from trp_scale.config.registry import near_divisors
 from trp_scale.core.engine import EngineError
 from trp_scale.core.pieces import Piece, whole_tensors
 from trp_scale.engines.compiled import mark_block

@@ -12,8 +12,16 @@ import tyro
 
 from trp_scale.config import AVERAGE, RefusedError, Weights
 from trp_scale.config.flags import ReadsRuns, read
-from trp_scale.config.registry import MetricPlot, component, describe_metrics
-from trp_scale.config.settings import Section, Settings, check_settings, find_problems, setting
+from trp_scale.config.registry import (
+    MetricPlot,
+    Section,
+    Settings,
+    check_settings,
+    component,
+    describe_metrics,
+    find_problems,
+    setting,
+)
 from trp_scale.finetuning.arguments import SCRATCH
 
 Method = Literal["logistic", "linear", "knn"]

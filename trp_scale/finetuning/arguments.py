@@ -12,8 +12,8 @@ import tyro
 from trp_scale.config import AVERAGE, RefusedError, Weights
 from trp_scale.config.checks import check
 from trp_scale.config.finetuning import FinetuneConfig
+from trp_scale.config.registry import check_settings, setting
 from trp_scale.config.run_flags import Arguments, parse_run
-from trp_scale.config.settings import check_settings, setting
 from trp_scale.data.mixture import require_run_data
 
 SCRATCH = "scratch"

@@ -25,8 +25,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Literal
 
+from trp_scale.config.registry import setting
 from trp_scale.config.schema import Fields
-from trp_scale.config.settings import setting
 from trp_scale.data.images.maps import OWN_TAR, second_directories
 from trp_scale.data.index import (
     Block,

@@ -16,9 +16,8 @@ from tests.extending import forgetting
 from trp_scale.config import RefusedError
 from trp_scale.config import registry as components
 from trp_scale.config.loader import from_dict, load_recipe, to_dict
-from trp_scale.config.registry import component, find, load_module
+from trp_scale.config.registry import Settings, component, find, load_module, setting
 from trp_scale.config.run_flags import parse
-from trp_scale.config.settings import Settings, setting
 
 TINY = ["--recipe", "pos_bert_tiny"]
 
@@ -39,7 +38,7 @@ def written(directory: Path, name: str, text: str) -> str:
 HOOK = '''
 from dataclasses import dataclass
 from trp_scale.config.registry import component
-from trp_scale.config.settings import (Settings, setting)
+from trp_scale.config.registry import (Settings, setting)
 
 @component("hook", "{name}", "nowhere:Class")
 @dataclass(kw_only=True)

@@ -13,10 +13,9 @@ import pytest
 from trp_scale.config import PretrainConfig, RefusedError, TextModelConfig
 from trp_scale.config.finetuning import FinetuneConfig
 from trp_scale.config.loader import load_recipe
-from trp_scale.config.registry import make_settings
+from trp_scale.config.registry import make_settings, sections
 from trp_scale.config.run_flags import Arguments, check_pretrain, make_arguments, parse, parse_run
 from trp_scale.config.schema import setting_name
-from trp_scale.config.settings import sections
 from trp_scale.finetuning.arguments import FinetuneArguments
 from trp_scale.pretraining.pos_bert.settings import PosBertConfig
 

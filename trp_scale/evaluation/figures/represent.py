@@ -16,9 +16,8 @@ from trp_scale.checkpoint.export import while_training
 from trp_scale.checkpoint.format import named_weights
 from trp_scale.checkpoint.initial_weights import is_run
 from trp_scale.config import AVERAGE, PretrainConfig, RefusedError
-from trp_scale.config.registry import find, import_name
+from trp_scale.config.registry import check_settings, find, import_name
 from trp_scale.config.registry import names as registered_names
-from trp_scale.config.settings import check_settings
 from trp_scale.console import Table
 from trp_scale.data.mixture import MemberPath
 from trp_scale.distributed.environment import Environment

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from trp_scale.config.finetuning import GroupDownstreamConfig, ImageDownstreamConfig, ImageTaskConfig
-from trp_scale.config.registry import component
-from trp_scale.config.settings import Section, setting
+from trp_scale.config.registry import Section, component, setting
 
 
 @dataclass(kw_only=True)

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from trp_scale.config.finetuning import ImageDownstreamConfig, ImageTaskConfig
-from trp_scale.config.registry import component
-from trp_scale.config.settings import Section, setting
+from trp_scale.config.registry import Section, component, setting
 
 MOST_SCALE = 10.0
 """Largest scale of the jitter: 1/100 of the image fills the crop."""

@@ -9,8 +9,7 @@ from typing import Any, Literal
 
 from trp_scale.config import RefusedError, TextModelConfig
 from trp_scale.config.finetuning import FinetuneConfig, GroupDownstreamConfig
-from trp_scale.config.registry import component
-from trp_scale.config.settings import setting
+from trp_scale.config.registry import component, setting
 
 GLUE_TASKS = ("cola", "sst2", "mrpc", "stsb", "qqp", "mnli", "qnli", "rte")
 """Tasks of --task all, in the order of TRP's Table 1, which omits wnli."""

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from trp_scale.config.images import ImagePretrainConfig, MaskedAutoencoderConfig
-from trp_scale.config.registry import MetricPlot, component, describe_metrics
-from trp_scale.config.settings import Settings, setting
+from trp_scale.config.registry import MetricPlot, Settings, component, describe_metrics, setting
 
 
 @component("adversary", "none", "trp_scale.methods.adversary.positions:no_adversary")

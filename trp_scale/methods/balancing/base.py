@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from trp_scale.config import RefusedError
-from trp_scale.config.settings import Settings
+from trp_scale.config.registry import Settings
 from trp_scale.core.batch import TaskLosses
 from trp_scale.core.hooks import Balancer, StepContext
 from trp_scale.core.run import RunContext, tensor_seed

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from trp_scale.config.registry import MetricPlot, component, describe_metrics
-from trp_scale.config.settings import Settings, setting
+from trp_scale.config.registry import MetricPlot, Settings, component, describe_metrics, setting
 
 
 @dataclass(kw_only=True)

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from trp_scale.config.images import MaskedAutoencoderConfig, split_patches
-from trp_scale.config.registry import MetricPlot, component, describe_metrics
-from trp_scale.config.settings import Settings, near_divisors, setting
+from trp_scale.config.registry import MetricPlot, Settings, component, describe_metrics, near_divisors, setting
 
 
 @dataclass(kw_only=True)

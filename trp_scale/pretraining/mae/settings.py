@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from trp_scale.config.images import MaskedAutoencoderConfig
-from trp_scale.config.registry import component
-from trp_scale.config.settings import setting
+from trp_scale.config.registry import component, setting
 from trp_scale.methods.learned_masks.settings import HeadSettings, LabelledSettings
 
 

@@ -8,8 +8,7 @@ from typing import Any, ClassVar, Literal
 
 from trp_scale.config import MaskingConfig
 from trp_scale.config.images import ImagePretrainConfig
-from trp_scale.config.registry import Component, component, find, names, unknown_component
-from trp_scale.config.settings import Section, setting
+from trp_scale.config.registry import Component, Section, component, find, names, setting, unknown_component
 from trp_scale.errors import RefusedError, nearest
 from trp_scale.methods.adversary.settings import PixelAdversarySettings
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from trp_scale.config.registry import component
-from trp_scale.config.settings import Section, Settings, setting
+from trp_scale.config.registry import Section, Settings, component, setting
 
 
 @dataclass(kw_only=True)

@@ -9,8 +9,7 @@ from typing import Any, ClassVar, Literal
 from tyro.conf import Positional, UseAppendAction
 
 from trp_scale.config.flags import TakesModalities, TakesModules
-from trp_scale.config.registry import preparation_sections
-from trp_scale.config.settings import check_settings, non_default_values, setting
+from trp_scale.config.registry import check_settings, non_default_values, preparation_sections, setting
 from trp_scale.data.images.maps import map_formats
 from trp_scale.errors import DataError, RefusedError
 from trp_scale.sharding.parts import ShardingSettings, SpreadSettings

@@ -21,9 +21,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from trp_scale.config.files import LARGEST_INDEX, read_content
 from trp_scale.config.flags import TakesModalities
-from trp_scale.config.registry import preparation_sections
+from trp_scale.config.registry import check_settings, non_default_values, preparation_sections, setting
 from trp_scale.config.schema import Fields, record
-from trp_scale.config.settings import check_settings, non_default_values, setting
 from trp_scale.data.images.maps import OWN_TAR, map_formats, stored_maps
 from trp_scale.data.index import index_path, read_index_document, read_json, write_json
 from trp_scale.data.samples import write_binary_index

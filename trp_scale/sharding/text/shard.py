@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from trp_scale.config.settings import check_settings, setting
+from trp_scale.config.registry import check_settings, setting
 from trp_scale.data.raw_files import DATASET_FORMAT
 from trp_scale.data.text.dataset import GROUPS, PACKED_FORMAT
 from trp_scale.data.text.tokenizer import (

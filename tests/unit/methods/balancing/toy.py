@@ -9,8 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from trp_scale.config.registry import make_settings
-from trp_scale.config.settings import Settings
+from trp_scale.config.registry import Settings, make_settings
 from trp_scale.core.batch import Batch, TaskLosses
 from trp_scale.core.engine import Engine
 from trp_scale.core.hooks import Hooks, StepContext, build_hooks

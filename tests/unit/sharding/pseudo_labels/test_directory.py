@@ -10,8 +10,7 @@ import pytest
 from tests.extending import forgetting
 from trp_scale import api
 from trp_scale.config import RefusedError
-from trp_scale.config.registry import component, preparation_sections
-from trp_scale.config.settings import Section, setting
+from trp_scale.config.registry import Section, component, preparation_sections, setting
 from trp_scale.pretraining.modalities.base import Modality
 from trp_scale.sharding.images.settings import ShardImagesConfig
 from trp_scale.sharding.pseudo_labels.directory import PseudoLabelConfig
