@@ -4,10 +4,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 
@@ -39,10 +39,14 @@ def work_and_show(work: str, arguments: object) -> int:
     return show(import_name(work)(arguments))
 
 
-def report(argv: Sequence[str]) -> int:
-    """`trp-scale report`."""
-    arguments = read(ReportArguments, argv, prog="trp-scale report")
-    return work_and_show("trp_scale.evaluation.reports:report", arguments)
+def command(name: str, kind: type[Any], work: str) -> Callable[[Sequence[str]], int]:
+    """Return the function of a command: it reads the arguments `kind` and shows the result of `work`."""
+    return lambda argv: work_and_show(work, read(kind, argv, prog=f"trp-scale {name}"))
+
+
+report = command("report", ReportArguments, "trp_scale.evaluation.reports:report")
+compare = command("compare", CompareArguments, "trp_scale.evaluation.reports:compare")
+export = command("export", ExportArguments, "trp_scale.evaluation.reports:export")
 
 
 @dataclass(kw_only=True)
@@ -102,15 +106,3 @@ def represent(argv: Sequence[str]) -> int:
     from trp_scale.evaluation.figures.represent import represent as draw
 
     return draw(arguments)
-
-
-def compare(argv: Sequence[str]) -> int:
-    """`trp-scale compare`."""
-    arguments = read(CompareArguments, argv, prog="trp-scale compare")
-    return work_and_show("trp_scale.evaluation.reports:compare", arguments)
-
-
-def export(argv: Sequence[str]) -> int:
-    """`trp-scale export`."""
-    arguments = read(ExportArguments, argv, prog="trp-scale export")
-    return work_and_show("trp_scale.evaluation.reports:export", arguments)

@@ -23,7 +23,6 @@ import json
 import os
 import struct
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, overload
@@ -36,7 +35,6 @@ from trp_scale.config.schema import Fields, FileName, Positive, Whole
 from trp_scale.data.index import BINARY_INDEX, index_path
 from trp_scale.data.tars import TarStore
 from trp_scale.errors import DataError, quote
-from trp_scale.storage.files import atomic_write
 
 NAME = BINARY_INDEX
 
@@ -142,11 +140,6 @@ class IndexWriter:
         self._digest = hashlib.blake2b(digest_size=16)
         stream.write(bytes(_START.size))
 
-    @property
-    def counts(self) -> npt.NDArray[np.int64]:
-        """[tars] samples added."""
-        return np.array(self._counts, dtype=np.int64)
-
     def add(self, tar: TarColumns) -> None:
         """Append the samples of one tar.
 
@@ -204,13 +197,6 @@ class IndexWriter:
 
     def _describe(self, name: str, dtype: str, length: int, offset: int, digest: str) -> None:
         self._document["arrays"][name] = {"dtype": dtype, "length": length, "offset": offset, "digest": digest}
-
-
-@contextmanager
-def new_index(directory: Path, suffixes: Sequence[str]) -> Iterator[IndexWriter]:
-    """Context with a writer; index.bin appears, complete, when the context ends."""
-    with atomic_write(directory / NAME) as stream:
-        yield IndexWriter(directory, stream, suffixes)
 
 
 class BinaryIndex:

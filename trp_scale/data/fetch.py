@@ -130,27 +130,22 @@ class StoppedWaitingError(RuntimeError):
 
 
 class _Ranges:
-    """Ranges of one pass; a new iteration starts with those that were not delivered (torch requests ranges ahead)."""
+    """Sampler of torch's persistent loader: ranges of the current pass. A new iteration starts with those that were not
+    delivered, as torch requests ranges ahead."""
 
-    def __init__(self, sampler: Iterable[range]) -> None:
-        self._rest = iter(sampler)
+    def __init__(self) -> None:
+        self._rest: Iterator[range] = iter(())
         self.pending: deque[range] = deque()
+
+    def begin(self, sampler: Iterable[range]) -> None:
+        """Start a pass."""
+        self._rest, self.pending = iter(sampler), deque()
 
     def __iter__(self) -> Iterator[range]:
         yield from tuple(self.pending)
         for range_ in self._rest:
             self.pending.append(range_)
             yield range_
-
-
-class _PassSampler:
-    """Sampler of torch's persistent loader; `present` holds the ranges of the current pass."""
-
-    def __init__(self) -> None:
-        self.present: Iterable[range] = ()
-
-    def __iter__(self) -> Iterator[range]:
-        return iter(self.present)
 
 
 class MicroBatches:
@@ -191,7 +186,7 @@ class MicroBatches:
         self._fetcher, self._sampler = fetcher, sampler
         self._count, self._prefetch, self._pin_memory = workers, prefetch, pin_memory
         self._stuck_seconds, self._stop_requested = stuck_seconds, stop_requested
-        self._passes = _PassSampler()
+        self._ranges = _Ranges()
         self._loader: DataLoader[Batch] | None = None
         self._closed = False
         self._workers: list[BaseProcess] = []
@@ -207,11 +202,12 @@ class MicroBatches:
 
     def __iter__(self) -> Iterator[Batch]:
         assert not self._closed, "closed"
-        ranges = _Ranges(self._sampler)
+        ranges = self._ranges
+        ranges.begin(self._sampler)
         lost_at: range | None = None
         while True:
             try:
-                yield from self._deliver(ranges)
+                yield from self._deliver()
                 return
             except WorkerLostError as error:
                 at = ranges.pending[0]
@@ -220,7 +216,7 @@ class MicroBatches:
                         "loader workers end when they import the main script (see their errors above); put its calls "
                         'under if __name__ == "__main__":, or set --data.workers 0'
                     ) from error
-                lost = self._find_lethal(ranges) if at == lost_at else []
+                lost = self._find_lethal() if at == lost_at else []
                 if at == lost_at and not lost:
                     raise UnreadableError(
                         f"{error}, again at the same rows, but none of the rows ends a process; check for a lack of "
@@ -230,24 +226,23 @@ class MicroBatches:
                 lost_at = None if lost else at
                 self._drop_workers()
 
-    def _deliver(self, ranges: _Ranges) -> Iterator[Batch]:
+    def _deliver(self) -> Iterator[Batch]:
         if self._loader is None:
             self._loader = self._new_loader()
-        self._passes.present = ranges
         before, threads = multiprocessing.active_children(), threading.enumerate()
         batches = iter(self._loader)
         self._workers += [child for child in multiprocessing.active_children() if child not in before]
         feeders = (thread for thread in threading.enumerate() if thread.name == "QueueFeederThread")
         self._feeders += [thread for thread in feeders if thread not in threads]
         while (item := self._await_batch(batches)) is not None:
-            ranges.pending.popleft()
+            self._ranges.pending.popleft()
             yield item if item.wire is None else item.unpack()
 
     def _new_loader(self) -> DataLoader[Batch]:
         workers = self._count
         return DataLoader(
             self._fetcher,
-            batch_sampler=self._passes,  # type: ignore[arg-type]  # ranges stand for lists of positions
+            batch_sampler=self._ranges,  # type: ignore[arg-type]  # ranges stand for lists of positions
             num_workers=workers,
             prefetch_factor=self._prefetch if workers else None,
             persistent_workers=workers > 0,
@@ -311,10 +306,10 @@ class MicroBatches:
                     worker.kill()
                 self._since = None
 
-    def _find_lethal(self, ranges: _Ranges) -> list[int]:
+    def _find_lethal(self) -> list[int]:
         """Find positions with rows that end a process, and let the fetcher skip them."""
         skipped = []
-        for pending in tuple(ranges.pending):
+        for pending in tuple(self._ranges.pending):
             if _survives(_make, self._fetcher, pending):
                 continue
             ends = [at for at in pending if not _survives(_make, self._fetcher, range(at, at + 1))]

@@ -17,12 +17,13 @@ import numpy as np
 import numpy.typing as npt
 
 from trp_scale.config.schema import LARGEST, is_plain_name
-from trp_scale.data.binary_index import NAME, BinaryIndex, OrderBlocks, TarColumns, find_index, new_index
+from trp_scale.data.binary_index import NAME, BinaryIndex, IndexWriter, OrderBlocks, TarColumns, find_index
 from trp_scale.data.hashing import Integers, name_hash
 from trp_scale.data.index import index_path, read_index, read_index_document
 from trp_scale.data.mirror import find_store
 from trp_scale.data.tars import StoredPart, TarStore
 from trp_scale.errors import DataError, quote, shorten
+from trp_scale.storage.files import atomic_write
 
 Counts = npt.NDArray[np.uint32]
 
@@ -195,7 +196,8 @@ def write_binary_index(
     Arguments and errors as for `read_samples`.
     """
     digest, store = _digest(shards, suffixes, rows_per_block), find_store(directory)
-    with new_index(directory, suffixes) as writer:
+    with atomic_write(directory / NAME) as stream:
+        writer = IndexWriter(directory, stream, suffixes)
         for name in shards:
             tar = _read_columns(store, _tar_path(directory, name), suffixes, rows_per_block)
             digest.add(tar)

@@ -250,7 +250,7 @@ def _check_images(
         raise DataError(f"{where}: {block.rows} rows found, 1 expected of an image")
     size = None  # `_check_aligned` compares the size of maps in other tars
     if IMAGE in contents:
-        size = _check_image(places[IMAGE], contents[IMAGE], modes=("RGB", "L"))
+        size = check_decodes(places[IMAGE], contents[IMAGE], ("JPEG",), ("RGB", "L"))
     for name, form in map_formats().items():
         if form.suffix in contents:
             try:
@@ -290,15 +290,6 @@ def read_member(stream: Any, member: StoredMember, size: int) -> bytes:
     return bytes(stream.read(min(member.length, size)))
 
 
-def check_decodes(name: str, content: bytes) -> None:
-    """Check that an image (JPEG, PNG or WebP) of an external tar decodes.
-
-    Raises:
-        DataError: with the location.
-    """
-    _check_image(name, content, ("JPEG", *FORMATS))
-
-
 def open_stored(name: str, content: bytes, formats: Sequence[str] = ("JPEG",)) -> Image.Image:
     """Read the header of an image in one of `formats`.
 
@@ -311,10 +302,14 @@ def open_stored(name: str, content: bytes, formats: Sequence[str] = ("JPEG",)) -
         raise _undecodable(name, formats, error) from error
 
 
-def _check_image(
-    name: str, content: bytes, formats: Sequence[str] = ("JPEG",), modes: Sequence[str] = ()
+def check_decodes(
+    name: str, content: bytes, formats: Sequence[str] = ("JPEG", *FORMATS), modes: Sequence[str] = ()
 ) -> tuple[int, int]:
-    """Decode an image and return (H, W). If `modes` is set, the image mode must be in it."""
+    """Decode an image and return (H, W). If `modes` is set, the image mode must be in it.
+
+    Raises:
+        DataError: with the location.
+    """
     image = open_stored(name, content, formats)
     height, width = image.height, image.width  # `draft` changes them
     try:

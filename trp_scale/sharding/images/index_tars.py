@@ -150,7 +150,7 @@ def read_tar(
     choice: MemberChoice,
     *,
     advance: Callable[[int, int], None] = lambda images, size: None,
-    check: Callable[[str, bytes], None] = lambda where, content: None,
+    check: Callable[[str, bytes], object] = lambda where, content: None,
 ) -> tuple[list[Block], TarReport]:
     """Read the headers, images and classes of a tar in one pass.
 

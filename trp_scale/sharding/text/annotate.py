@@ -135,15 +135,12 @@ def resolve_tagger(kind: str) -> str:
 
 
 def make_tagger(kind: str) -> Tagger:
-    """Return a tagger by name.
+    """Return the tagger nltk or textblob.
 
     Raises:
-        TaggerError: the name is unknown, or data is missing.
+        TaggerError: data is missing.
     """
-    makers: dict[str, type[NltkTagger] | type[TextBlobTagger]] = {"nltk": NltkTagger, "textblob": TextBlobTagger}
-    if kind not in makers:
-        raise TaggerError(f"--tagger {kind!r}: nltk, textblob or auto is allowed")
-    return makers[kind]()
+    return NltkTagger() if kind == "nltk" else TextBlobTagger()
 
 
 MAX_REMEMBERED = 4_000_000

@@ -80,8 +80,6 @@ class Corpus:
     """All portions in order, and a fingerprint of the input files."""
 
     portions: list[TextPortion]
-    files: int
-    size: int
     fingerprint: str
 
 
@@ -117,7 +115,7 @@ def plan_corpus(inputs: Sequence[str], kind: str, split: str, one_document_per_f
     digest = hashlib.sha256()
     for (path, source_kind), size in zip(sources, sizes, strict=True):
         digest.update(f"{source_kind} {size} ".encode() + files_fingerprint(_files(path, source_kind)))
-    return Corpus(portions=portions, files=len(sources), size=sum(sizes), fingerprint=digest.hexdigest())
+    return Corpus(portions=portions, fingerprint=digest.hexdigest())
 
 
 TABLES = (".csv", ".tsv")
