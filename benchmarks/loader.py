@@ -50,8 +50,8 @@ from trp_scale.data.images import crops
 from trp_scale.data.images import dataset as image_rows
 from trp_scale.data.images.formats import write_png
 from trp_scale.data.index import read_json, write_json
+from trp_scale.data.sources import TrainSource
 from trp_scale.data.text import dataset as text_rows
-from trp_scale.data.train_source import TrainSource
 from trp_scale.pretraining.base import open_sources
 from trp_scale.pretraining.mae import masks as mae_masks
 from trp_scale.pretraining.mae.settings import MaeConfig

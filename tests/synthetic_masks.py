@@ -16,7 +16,7 @@ from trp_scale.core.batch import Batch
 from trp_scale.core.engine import Engine
 from trp_scale.core.hooks import Hook, built
 from trp_scale.core.run import RunContext
-from trp_scale.data.train_source import JoinedWindows
+from trp_scale.data.sources import JoinedWindows
 from trp_scale.distributed.groups import Group
 from trp_scale.engines.build import build_engine, build_second_engine
 from trp_scale.methods.learned_masks.hook import LearnedMasks

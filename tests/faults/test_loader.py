@@ -23,7 +23,7 @@ from trp_scale.core.batch import Batch
 from trp_scale.data import fetch
 from trp_scale.data.fetch import Fetcher, MicroBatches, StoppedWaitingError
 from trp_scale.data.plan import Addresses
-from trp_scale.data.train_source import TrainSource
+from trp_scale.data.sources import TrainSource
 from trp_scale.errors import DataError
 from trp_scale.pretraining.base import open_sources
 

@@ -38,7 +38,7 @@ def build_engine(
     """
     arguments: dict[str, Any] = {"device": device, "data_group": data_group}
     if engine_rules(name).reads_ds_config:
-        from trp_scale.data.train_source import check_partition
+        from trp_scale.data.sources import check_partition
         from trp_scale.engines.ds_config import resolve
 
         if ds_document is None:

@@ -24,8 +24,7 @@ from trp_scale.data.fetch import BatchBuilder
 from trp_scale.data.hashing import Integers, Words, mix, stream
 from trp_scale.data.mixture import MemberPath, parse_paths
 from trp_scale.data.plan import Addresses, Blocks, HeldOutPlan, Plan, TrainPlan, held_out, row_identities
-from trp_scale.data.sources import Chosen, Rows, Sources, ValidationSource, within_cpus
-from trp_scale.data.train_source import TrainSource
+from trp_scale.data.sources import Chosen, Rows, Sources, TrainSource, ValidationSource, within_cpus
 from trp_scale.distributed.environment import Environment
 from trp_scale.distributed.groups import Group
 from trp_scale.finetuning.arguments import SCRATCH

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from trp_scale.config import Config, RefusedError
 from trp_scale.config.checks import engine_rules
 from trp_scale.config.registry import import_name, names
-from trp_scale.data.train_source import check_partition
+from trp_scale.data.sources import check_partition
 from trp_scale.models.counting import TRAINING_OVER_FORWARD
 from trp_scale.planning.clusters import GPUS, Cluster, Gpu
 from trp_scale.planning.counting import SHARE_OF_MEMORY, Counted

@@ -26,7 +26,7 @@ from trp_scale.config.checks import engine_rules, general_problems
 from trp_scale.core.batch import Batch
 from trp_scale.core.engine import Engine
 from trp_scale.core.run import Objective
-from trp_scale.data.train_source import check_partition
+from trp_scale.data.sources import check_partition
 from trp_scale.distributed.environment import Environment
 from trp_scale.engines.build import build_engine
 from trp_scale.engines.compiled import checkpoint_blocks

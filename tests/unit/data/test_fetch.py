@@ -18,7 +18,7 @@ import pytest
 
 from tests.unit.data.stored import config_for, write_dataset
 from trp_scale.data.fetch import start_worker_server
-from trp_scale.data.train_source import TrainSource
+from trp_scale.data.sources import TrainSource
 from trp_scale.distributed.stop import STOP_SIGNALS
 from trp_scale.pretraining.base import open_sources
 

@@ -13,6 +13,7 @@ from tests.grids import always, grid
 from tests.unit.data.loaded import FIELDS, assert_same, joined, steps, table_of
 from tests.unit.data.stored import SPECIAL, config_for, write_dataset
 from trp_scale.config import Config, RefusedError
+from trp_scale.data.sources import check_partition
 from trp_scale.pretraining.base import open_sources
 from trp_scale.pretraining.pos_bert.batch import kept_positions
 
@@ -217,3 +218,26 @@ def test_the_global_generator_is_left_alone(dataset: Path) -> None:
     sources.train.next_window()
     sources.close()
     assert (torch.rand(1), np.random.rand()) == expected
+
+
+def test_accumulation_is_derived() -> None:
+    assert check_partition(256, 32, 1) == 8
+    assert check_partition(256, 32, 8) == 1
+    assert check_partition(12, 2, 3) == 2
+
+
+def test_message_names_what_does_divide() -> None:
+    with pytest.raises(RefusedError, match=r": 1, 2, 4, 8;.*on 3 ranks: none"):
+        check_partition(256, 32, 3)
+    with pytest.raises(RefusedError, match=r": none;.*on 2 ranks: 1, 2, 3, 6 "):
+        check_partition(12, 5, 2)
+    with pytest.raises(RefusedError, match=": 1, 2"):  # smaller than one round
+        check_partition(8, 4, 4)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "name"), [((0, 1, 1), "global_size"), ((1, 0, 1), "micro_size"), ((1, 1, 0), "world")]
+)
+def test_sizes_are_positive(sizes: tuple[int, int, int], name: str) -> None:
+    with pytest.raises(RefusedError, match=name):
+        check_partition(*sizes)

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from trp_scale.core.batch import Batch
 from trp_scale.data.plan import HeldOutPlan, TrainPlan, held_out
-from trp_scale.data.train_source import TrainSource
+from trp_scale.data.sources import TrainSource
 from trp_scale.distributed.groups import Group
 from trp_scale.finetuning.classification.batch import MeasuredImages, TrainingImages
 from trp_scale.finetuning.classification.settings import ClassificationTaskConfig

@@ -26,8 +26,7 @@ from trp_scale.core.engine import Engine
 from trp_scale.core.hooks import StepContext
 from trp_scale.core.pieces import Shards
 from trp_scale.core.run import RunContext
-from trp_scale.data.sources import Downstream
-from trp_scale.data.train_source import TrainSource
+from trp_scale.data.sources import Downstream, TrainSource
 from trp_scale.methods.learned_masks.finite_difference import (
     SMALLEST,
     ExactComparison,

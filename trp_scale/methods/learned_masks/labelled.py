@@ -12,8 +12,7 @@ from trp_scale.config.images import MaskedAutoencoderConfig
 from trp_scale.data.hashing import Integers, stream
 from trp_scale.data.mixture import MemberPath
 from trp_scale.data.plan import MixtureMember, TrainPlan, downstream_validation
-from trp_scale.data.sources import TRAIN, VALIDATION, Chosen, Downstream, Rows
-from trp_scale.data.train_source import TrainSource
+from trp_scale.data.sources import TRAIN, VALIDATION, Chosen, Downstream, Rows, TrainSource
 
 
 def open_downstream(

@@ -17,8 +17,7 @@ from trp_scale.config.images import split_patches
 from trp_scale.core.batch import Batch, Extra, TaskLosses, WindowSource
 from trp_scale.core.hooks import Hook, StepContext, built
 from trp_scale.core.run import GATE, PATCH_WEIGHTS, PatchObjective, RunContext
-from trp_scale.data.sources import OpenLabelled
-from trp_scale.data.train_source import JoinedWindows
+from trp_scale.data.sources import JoinedWindows, OpenLabelled
 from trp_scale.distributed.environment import Environment
 from trp_scale.distributed.groups import Group
 from trp_scale.methods.learned_masks.hook import count_whole_image, masks_step_flops

@@ -16,8 +16,7 @@ from trp_scale.config import Config, RefusedError
 from trp_scale.core.batch import Batch
 from trp_scale.data.images.dataset import open_image_dataset
 from trp_scale.data.index import read_json, write_json
-from trp_scale.data.sources import Sources
-from trp_scale.data.train_source import TrainSource
+from trp_scale.data.sources import Sources, TrainSource
 from trp_scale.methods.learned_masks.labelled import shared_workers
 from trp_scale.pretraining.base import open_sources
 
