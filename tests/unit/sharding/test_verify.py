@@ -21,7 +21,7 @@ from tests.unit.data.images.multimodal import nine_beside
 from tests.unit.data.images.source_images import class_map, depth_map, encoded, jpeg, pixels, png, stored
 from trp_scale.cli import main as cli
 from trp_scale.data.images.dataset import open_image_dataset
-from trp_scale.data.index import Block, StoredMember, read_index, read_json, write_index, write_json
+from trp_scale.data.index import StoredMember, read_index, read_json, write_index, write_json
 from trp_scale.errors import DataError
 from trp_scale.sharding.display import read_block, stored_images
 from trp_scale.sharding.verify import verify_dataset
@@ -75,14 +75,12 @@ def test_every_flipped_byte_is_found(copy: Path, image_copy: Path, kind: str) ->
 
 def replace_sample(shard: Path, number: int, members: dict[str, bytes], **changes: int) -> None:
     """Rewrite a shard with other members in one sample and a matching index; `changes` are fields of its block."""
-    index = read_index(shard)
-    content = shard.read_bytes()
+    index, before = read_index(shard), stored(shard.parent, shard.name)
     blocks = []
     with tarfile.open(shard, "w", format=tarfile.USTAR_FORMAT) as tar:
         for place, block in enumerate(index.blocks):
-            files = {suffix: content[m.offset : m.offset + m.length] for suffix, m in block.members.items()}
             placed = {}
-            for suffix, data in sorted((members if place == number else files).items()):
+            for suffix, data in sorted((members if place == number else before[block.key]).items()):
                 entry = tarfile.TarInfo(f"{block.key}.{suffix}")
                 entry.size = len(data)
                 placed[suffix] = StoredMember(offset=tar.offset + 512, length=len(data), crc32=zlib.crc32(data))
@@ -113,10 +111,6 @@ def test_a_truncated_shard_and_a_missing_index_are_named(copy: Path) -> None:
         verify_dataset(copy)
 
 
-def members_of(shard: Path, block: Block) -> dict[str, bytes]:
-    return {suffix: shard.read_bytes()[m.offset : m.offset + m.length] for suffix, m in block.members.items()}
-
-
 class Trap:
     """Object that makes a folder when it is unpickled."""
 
@@ -133,7 +127,7 @@ def test_an_unlisted_member_is_refused_and_not_unpickled(
 ) -> None:
     shard = copy / "shards" / "text-000000.tar"
     block = read_index(shard).blocks[0]
-    replace_sample(shard, 0, {**members_of(shard, block), suffix: pickle.dumps(Trap(tmp_path / "sprung"))})
+    replace_sample(shard, 0, {**stored(copy)[block.key], suffix: pickle.dumps(Trap(tmp_path / "sprung"))})
     for read in (lambda: verify_dataset(copy), lambda: read_block(shard, read_index(shard).blocks[0])):
         with pytest.raises(DataError, match=rf"\.{suffix}"):
             read()
@@ -147,7 +141,7 @@ def test_an_array_of_objects_is_refused_and_not_unpickled(copy: Path, tmp_path: 
     np.save(stream, np.array([Trap(tmp_path / "sprung")], dtype=object), allow_pickle=True)
     shard = copy / "shards" / "text-000000.tar"
     block = read_index(shard).blocks[0]
-    replace_sample(shard, 0, {**members_of(shard, block), "tags.npy": stream.getvalue()})
+    replace_sample(shard, 0, {**stored(copy)[block.key], "tags.npy": stream.getvalue()})
     for read in (lambda: verify_dataset(copy), lambda: read_block(shard, read_index(shard).blocks[0])):
         with pytest.raises(DataError, match=rf"{block.key}.*tags\.npy"):
             read()
@@ -163,7 +157,7 @@ def npy(array: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> bytes:
 def test_arrays_that_break_the_promise_of_dataset_json_are_named(copy: Path) -> None:
     shard = copy / "shards" / "text-000000.tar"
     block = read_index(shard).blocks[0]
-    good = members_of(shard, block)
+    good = stored(copy)[block.key]
     arrays = read_block(shard, block)
     tokens, tags, ends = (arrays[f"{name}.npy"] for name in ("tokens", "tags", "sentences"))
     too_large = tokens.copy()

@@ -11,7 +11,7 @@ import numpy as np
 from PIL import Image
 
 from trp_scale.config.loader import read_section
-from trp_scale.data.index import read_index, read_json
+from trp_scale.data.index import read_index
 from trp_scale.sharding.images.shard import ShardImagesConfig, shard_images
 from trp_scale.sharding.verify import verify_dataset
 
@@ -89,11 +89,10 @@ def shard(output: Path, *inputs: object, **settings: object) -> dict[str, dict[s
     return stored(output)
 
 
-def stored(directory: Path) -> dict[str, dict[str, bytes]]:
-    """All members by key and suffix, read with the index from the tars' bytes."""
+def stored(directory: Path, *tars: str) -> dict[str, dict[str, bytes]]:
+    """All members by key and suffix, read with the index from the tars' bytes: of DIRECTORY/shards, or of `tars`."""
     found = {}
-    for name in read_json(directory / "dataset.json")["shards"]:
-        shard = directory / "shards" / name
+    for shard in [directory / tar for tar in tars] or sorted((directory / "shards").glob("*.tar")):
         content = shard.read_bytes()
         for block in read_index(shard).blocks:
             found[block.key] = {

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from PIL import Image
 
+from tests.unit.data.images.source_images import stored
 from tests.unit.data.images.stored import sample, write_images
 from trp_scale.config.loader import read_section
-from trp_scale.data.index import read_index, read_json
 from trp_scale.sharding.pseudo_labels.label import PseudoLabelConfig, pseudo_label
 
 SIZES = [(40, 60), (64, 48), (33, 33), (48, 64), (40, 60), (60, 40), (36, 48), (1, 1), (40, 60)]
@@ -46,26 +46,16 @@ def label(data: Path, models: Models, **settings: object) -> bool:
 def maps(data: Path, directory: str, suffix: str) -> dict[str, np.ndarray]:
     """The maps of a labels' directory by key, int64, read from the tars' bytes by their indexes."""
     found = {}
-    for shard in sorted((data / directory).glob("*.tar")):
-        content = shard.read_bytes()
-        for block in read_index(shard).blocks:
-            assert list(block.members) == [suffix] and block.rows == 1
-            member = block.members[suffix]
-            image = Image.open(io.BytesIO(content[member.offset : member.offset + member.length]), formats=("PNG",))
-            assert image.mode == ("I;16" if suffix == "depth.png" else "L")
-            found[block.key] = np.asarray(image).astype(np.int64)
+    for key, members in stored(data, *(f"{directory}/{tar.name}" for tar in (data / directory).glob("*.tar"))).items():
+        image = Image.open(io.BytesIO(members.pop(suffix)), formats=("PNG",))
+        assert not members and image.mode == ("I;16" if suffix == "depth.png" else "L")
+        found[key] = np.asarray(image).astype(np.int64)
     return found
 
 
 def images(data: Path) -> dict[str, Image.Image]:
     """The images by key."""
-    found = {}
-    for name in read_json(data / "dataset.json")["shards"]:
-        content = (data / "shards" / name).read_bytes()
-        for block in read_index(data / "shards" / name).blocks:
-            member = block.members["jpg"]
-            found[block.key] = Image.open(io.BytesIO(content[member.offset : member.offset + member.length]))
-    return found
+    return {key: Image.open(io.BytesIO(members["jpg"])) for key, members in stored(data).items()}
 
 
 def files(data: Path) -> dict[str, bytes]:
