@@ -6,9 +6,6 @@ import io
 import pickle
 import re
 import shutil
-import tarfile
-import zlib
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,9 +16,10 @@ from tests.fixtures import small_image_dataset, small_text_dataset
 from tests.grids import always
 from tests.unit.data.images.multimodal import nine_beside
 from tests.unit.data.images.source_images import class_map, depth_map, encoded, jpeg, pixels, png, stored
+from tests.unit.data.stored import npy, write_shard
 from trp_scale.cli import main as cli
 from trp_scale.data.images.dataset import open_image_dataset
-from trp_scale.data.index import StoredMember, read_index, read_json, write_index, write_json
+from trp_scale.data.index import read_index, read_json, write_json
 from trp_scale.errors import DataError
 from trp_scale.sharding.display import read_block, stored_images
 from trp_scale.sharding.verify import verify_dataset
@@ -73,20 +71,12 @@ def test_every_flipped_byte_is_found(copy: Path, image_copy: Path, kind: str) ->
         assert named and int(named[1]) <= place <= int(named[2])
 
 
-def replace_sample(shard: Path, number: int, members: dict[str, bytes], **changes: int) -> None:
-    """Rewrite a shard with other members in one sample and a matching index; `changes` are fields of its block."""
-    index, before = read_index(shard), stored(shard.parent, shard.name)
-    blocks = []
-    with tarfile.open(shard, "w", format=tarfile.USTAR_FORMAT) as tar:
-        for place, block in enumerate(index.blocks):
-            placed = {}
-            for suffix, data in sorted((members if place == number else before[block.key]).items()):
-                entry = tarfile.TarInfo(f"{block.key}.{suffix}")
-                entry.size = len(data)
-                placed[suffix] = StoredMember(offset=tar.offset + 512, length=len(data), crc32=zlib.crc32(data))
-                tar.addfile(entry, io.BytesIO(data))
-            blocks.append(replace(block, members=placed, **(changes if place == number else {})))
-    write_index(shard, replace(index, size=shard.stat().st_size, blocks=blocks))
+def replace_sample(shard: Path, number: int, members: dict[str, bytes]) -> None:
+    """Rewrite a shard with other members in one sample and a matching index."""
+    blocks = read_index(shard).blocks
+    contents = {**stored(shard.parent, shard.name), blocks[number].key: members}
+    labels = {block.key: block.label for block in blocks if block.label is not None}
+    write_shard(shard, contents, {block.key: block.rows for block in blocks}, labels)
 
 
 def test_the_command_names_the_member_and_exits_with_1(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -146,12 +136,6 @@ def test_an_array_of_objects_is_refused_and_not_unpickled(copy: Path, tmp_path: 
         with pytest.raises(DataError, match=rf"{block.key}.*tags\.npy"):
             read()
     assert not (tmp_path / "sprung").exists()
-
-
-def npy(array: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> bytes:
-    stream = io.BytesIO()
-    np.save(stream, array, allow_pickle=False)
-    return stream.getvalue()
 
 
 def test_arrays_that_break_the_promise_of_dataset_json_are_named(copy: Path) -> None:
