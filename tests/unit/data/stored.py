@@ -132,6 +132,16 @@ def members(rows: int = 2) -> dict[str, bytes]:
     }
 
 
+class Trap:
+    """Unpickling one creates a file: how a planted pickle would run code."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[object, tuple[str, str]]:
+        return open, (str(self.path), "w")
+
+
 def dataset_with(directory: Path, **blocks: dict[str, bytes]) -> Path:
     """A data set whose only shard holds `blocks`, of two rows each."""
     write_dataset(directory, block_rows=[[2]])

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.unit.data.images.stored import SIZES, sample, small_images, write_images, write_tar
-from tests.unit.data.stored import config_for, dataset_with, members, npy, write_dataset
+from tests.unit.data.stored import Trap, config_for, dataset_with, members, npy, write_dataset
 from trp_scale.data.images.dataset import open_image_dataset
 from trp_scale.data.index import index_path
 from trp_scale.data.samples import read_samples
@@ -19,16 +19,6 @@ from trp_scale.data.tar_reader import ArrayReader, SampleReader, parse_npy
 from trp_scale.data.text.dataset import SUFFIXES
 from trp_scale.errors import DataError
 from trp_scale.pretraining.base import open_sources
-
-
-class Trap:
-    """Unpickling one creates a file: how a planted pickle would run code."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple[object, tuple[str, str]]:
-        return open, (str(self.path), "w")
 
 
 @pytest.mark.parametrize("suffix", ["pyd", "pkl", "tokens.pyd"])

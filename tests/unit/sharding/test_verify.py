@@ -16,7 +16,7 @@ from tests.fixtures import small_image_dataset, small_text_dataset
 from tests.grids import always
 from tests.unit.data.images.multimodal import nine_beside
 from tests.unit.data.images.source_images import class_map, depth_map, encoded, jpeg, pixels, png, stored
-from tests.unit.data.stored import npy, write_shard
+from tests.unit.data.stored import Trap, npy, write_shard
 from trp_scale.cli import main as cli
 from trp_scale.data.images.dataset import open_image_dataset
 from trp_scale.data.index import read_index, read_json, write_json
@@ -99,16 +99,6 @@ def test_a_truncated_shard_and_a_missing_index_are_named(copy: Path) -> None:
     first.with_suffix(".index.json").unlink()
     with pytest.raises(DataError, match=r"text-000000\.index\.json"):
         verify_dataset(copy)
-
-
-class Trap:
-    """Object that makes a folder when it is unpickled."""
-
-    def __init__(self, place: Path) -> None:
-        self.place = place
-
-    def __reduce__(self) -> tuple[object, tuple[Path]]:
-        return Path.mkdir, (self.place,)
 
 
 @pytest.mark.parametrize("suffix", always(["tags.pyd", "pickle", "tokens.npy.gz"], "pickle"))
