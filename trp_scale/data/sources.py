@@ -133,9 +133,6 @@ def check_partition(global_size: int, micro_size: int, world: int, *, flags: tup
     Raises:
         RefusedError: not a whole number; the message lists the worlds and micro-batches that divide.
     """
-    for name, value in ((flags[0], global_size), (flags[1], micro_size), ("world size", world)):
-        if value < 1:
-            raise RefusedError(f"{name}: {value} found, at least 1 allowed")
     steps, rest = divmod(global_size, micro_size * world)
     if rest == 0:
         return steps

@@ -59,10 +59,10 @@ class SpreadSettings:
     for each of --num_shards parts, and a job that merges them."""
     sbatch: str = ""
     """slurm-array: additional sbatch options, such as --sbatch='--partition=cpu --cpus-per-task=16 --time=4:00:00'."""
-    shard_index: int = 0
+    shard_index: int = setting(0, at_least=0)
     """Several machines: index of the part that this run makes, from 0. Run every part with the same other flags, in any
     order; run a stopped part again. `trp-scale merge` joins the parts."""
-    num_shards: int = 1
+    num_shards: int = setting(1, at_least=1, at_most=MAX_PARTS)
     """Several machines: number of parts. Part i makes the shards i, i + num_shards, ..."""
     processes: int = setting(0, at_least=0, at_most=4096)
     """Shards made, tars read or labels predicted in parallel; 0 = one per core of this machine or of the Ray cluster,
@@ -78,9 +78,7 @@ class SpreadSettings:
         Raises:
             DataError: the part does not exist.
         """
-        if not 1 <= self.num_shards <= MAX_PARTS:
-            raise DataError(f"--num_shards {self.num_shards}: 1 to {MAX_PARTS} is allowed")
-        if not 0 <= self.shard_index < self.num_shards:
+        if self.shard_index >= self.num_shards:
             raise DataError(
                 f"--shard_index {self.shard_index}: 0 to {self.num_shards - 1} is allowed with --num_shards "
                 f"{self.num_shards}"

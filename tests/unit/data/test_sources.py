@@ -233,11 +233,3 @@ def test_message_names_what_does_divide() -> None:
         check_partition(12, 5, 2)
     with pytest.raises(RefusedError, match=": 1, 2"):  # smaller than one round
         check_partition(8, 4, 4)
-
-
-@pytest.mark.parametrize(
-    ("sizes", "name"), [((0, 1, 1), "global_size"), ((1, 0, 1), "micro_size"), ((1, 1, 0), "world")]
-)
-def test_sizes_are_positive(sizes: tuple[int, int, int], name: str) -> None:
-    with pytest.raises(RefusedError, match=name):
-        check_partition(*sizes)
