@@ -205,5 +205,5 @@ def test_wrong_descriptions_are_refused_by_verifying_and_showing_too(tmp_path: P
     modalities = {**document["modalities"], "semseg": {"classes": 5}}
     write_json(data / "dataset.json", {**document, "modalities": modalities})
     for check in (verify_dataset, lambda data: list(stored_images(data / "shards" / "image-000000.tar", 1))):
-        with pytest.raises(DataError, match=r"dataset\.json: modalities: semseg: classes .* 5"):
+        with pytest.raises(DataError, match=r"dataset\.json.*semseg.*classes.* 5"):
             check(data)
