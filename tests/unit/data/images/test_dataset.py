@@ -74,9 +74,9 @@ def test_other_members_refuse_the_shard(tmp_path: Path, suffix: str) -> None:
         ({"suffixes": ["jpg", "cls", "depth.png"]}, r"\.depth\.png"),
         ({"shards": ["image-000000.tar", "image-000000.tar"]}, "twice"),
         ({"shards": []}, " 0 shards"),
-        ({"classes": 5}, r"dataset\.json: classes 5 "),
-        ({"classes": "wall"}, r"dataset\.json: classes 'wall' "),
-        ({"modalities": ["depth"]}, r"dataset\.json: modalities \['depth'\] "),
+        ({"classes": 5}, r"dataset\.json: classes .* 5"),
+        ({"classes": "wall"}, r"dataset\.json: classes .* 'wall'"),
+        ({"modalities": ["depth"]}, r"dataset\.json: modalities: list"),
     ],
 )
 def test_descriptions_that_do_not_fit_are_refused(tmp_path: Path, changes: dict[str, object], message: str) -> None:
