@@ -228,7 +228,7 @@ def whole_graph(setting: Setting, trainer: Trainer) -> Callable[[], None]:
         step()
     for group in engine.optimizer.param_groups:
         group["capturable"] = setting.on_gpu
-    _, replay = RECORDERS[setting.device.type](setting.device).record(step)
+    replay: Callable[[], None] = RECORDERS[setting.device.type](setting.device).record(step)[1]
     for group in engine.optimizer.param_groups:
         group["capturable"] = False
     return replay

@@ -24,8 +24,7 @@ from benchmarks.gpu_setting import (
 from benchmarks.method_cost import BALANCING
 from benchmarks.steps import Workload
 from benchmarks.workloads import build_workload
-from trp_scale.config.registry import make_settings
-from trp_scale.config.settings import Settings
+from trp_scale.config.registry import Settings, make_settings
 
 LR = 1e-3
 EXACT = make_settings("balancer", "minimax", estimate="exact")

@@ -53,7 +53,7 @@ from trp_scale.data.index import read_json, write_json
 from trp_scale.data.sources import TrainSource
 from trp_scale.data.text import dataset as text_rows
 from trp_scale.pretraining.base import open_sources
-from trp_scale.pretraining.mae import masks as mae_masks
+from trp_scale.pretraining.mae import batch as mae_batch
 from trp_scale.pretraining.mae.settings import MaeConfig
 from trp_scale.pretraining.mm_mae.settings import MmMaeConfig
 from trp_scale.pretraining.pos_bert import batch as text_batch
@@ -75,7 +75,7 @@ IMAGE_STAGES = {
     "decode": (image_rows.__file__, "decode_image"),
     "draw crops": (crops.__file__, "draw"),
     "cut, resize and flip": (crops.__file__, "cut"),
-    "draw masks": (mae_masks.__file__, "draw_masks"),
+    "draw masks": (mae_batch.__file__, "draw_masks"),
 }
 """File and function of each stage; none calls another. What is left is Python between them and torch's DataLoader."""
 

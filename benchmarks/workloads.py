@@ -22,8 +22,7 @@ from benchmarks.steps import (
 from trp_scale.config import PretrainConfig
 from trp_scale.config.images import split_patches
 from trp_scale.config.loader import load_recipe
-from trp_scale.config.registry import make_settings
-from trp_scale.config.settings import Settings
+from trp_scale.config.registry import Settings, make_settings
 from trp_scale.core.batch import Batch, WindowSource
 from trp_scale.core.hooks import built
 from trp_scale.core.run import MakeEngine, RunContext

@@ -290,6 +290,16 @@ def summary(name: str) -> str:
     return re.split(r"(?<=\.)\s+(?=[A-Z\"])", paragraph, maxsplit=1)[0].removesuffix(".")
 
 
+def data(name: str) -> str:
+    """Return the sentence after `Data:` in the head comment of a recipe or of the nearest recipe that it extends, or
+    ""."""
+    for path in reversed(resolve(recipe_path(name))[1].chain):
+        head = "" if registered_document(path) is not None else _head(path)
+        if match := re.search(r"^Data: (.+?)\.(?:\s|$)", head, re.MULTILINE | re.DOTALL):
+            return " ".join(match[1].split())
+    return ""
+
+
 def _head(path: Path) -> str:
     """Return the comment at the head of a file, without `#`."""
     comment = itertools.takewhile(lambda line: line.startswith("#"), read_lines(path))
