@@ -60,7 +60,7 @@ def figure_class() -> type[Figure]:
 
 
 def small_axes(rows: int, columns: int, side: float = 1.2) -> tuple[Any, Any]:
-    """Return panels without ticks, [rows, columns], with sides of so many inches, and their figure."""
+    """Return panels without ticks, [rows, columns], and their figure. `side`: side of a panel in inches."""
     figure = figure_class()(figsize=(side * columns + 0.4, (side + 0.15) * rows + 0.2), layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False)
     for panel in axes.flat:
