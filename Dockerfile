@@ -17,7 +17,7 @@ RUN apt-get update \
 WORKDIR /opt/trp-scale
 COPY pyproject.toml constraints.txt Makefile LICENSE README.md ./
 COPY trp_scale trp_scale
-RUN make setup DEVICE="$DEVICE" EXTRAS="$EXTRAS" PIP_FLAGS=--no-cache-dir
+RUN PIP_NO_CACHE_DIR=1 UV_NO_CACHE=1 make setup DEVICE="$DEVICE" EXTRAS="$EXTRAS"
 
 ENV PATH=/opt/trp-scale/.venv/bin:$PATH
 WORKDIR /work
