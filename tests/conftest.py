@@ -62,7 +62,7 @@ def four_ranks() -> Iterator[Ranks]:
 
 
 def pytest_unconfigure() -> None:
-    """At the interpreter's end all objects go, those that were set aside too."""
+    """Let the interpreter free the excluded objects at its end."""
     gc.unfreeze()
 
 
@@ -76,7 +76,7 @@ def pytest_runtest_teardown(item: pytest.Function, nextitem: pytest.Function | N
 
 @pytest.fixture(autouse=True, scope="module")
 def old_objects_aside() -> None:
-    """Of each file anew: what earlier files have imported is old, too."""
+    """Repeat for each file, to include what earlier files have imported."""
     set_old_objects_aside()
 
 

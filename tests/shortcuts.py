@@ -1,11 +1,11 @@
-"""Shortcuts of every process of tests: its runs and its looks at flags do not do again what needs no doing.
+"""Shortcuts for test processes: skip repeated garbage collections, checks of caches, and parsing.
 
 - A run collects garbage twice before its second step (`loop.garbage_collected_between_steps`), and ZeRO-3 three times
-  when it joins the weights. Here they would look each time through all that pytest and every import before it have
-  made, a million objects and more, for half of the seconds that a small run takes. tests/unit/training/test_loop.py has
-  the run as it is, and so has every run that a launcher starts.
-- Where pytest is imported, tyro computes a tenth of what it has cached again, and compares.
-- For each flag's text Python parses the module of its settings; they do not change while tests run.
+  when it gathers the weights. A full collection would scan all objects of pytest and the imports, over a million, which
+  takes half of the time of a small run. tests/unit/training/test_loop.py tests the real collector, and so does every
+  run that a launcher starts.
+- If pytest is imported, tyro recomputes a tenth of its cached results and compares.
+- Python parses a settings module again for the help text of each flag; modules do not change during the tests.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import sys
 from types import SimpleNamespace
 
 YOUNG = 1
-"""The oldest generation of Python's collector that is looked through."""
+"""Oldest generation that the collector scans."""
 
 
 def take_shortcuts() -> None:
-    """From now on in this process."""
+    """Replace the collector of runs, tyro's checks and `inspect.findsource` in this process."""
     from tyro import _unsafe_cache
 
     from trp_scale.training import loop
@@ -36,7 +36,7 @@ def take_shortcuts() -> None:
 
 
 def set_old_objects_aside() -> None:
-    """Full collections from now on leave out what is there now: all of pytest, torch and the tests, which takes more
-    than two seconds each time. A run would put it back, so runs here do not."""
+    """Exclude all current objects from later collections; scanning pytest, torch and the tests takes over two seconds.
+    Runs in this process must not undo it: their `gc.freeze` and `gc.unfreeze` do nothing."""
     gc.collect()
     gc.freeze()
