@@ -101,7 +101,7 @@ class Options:
     rounds: int = 9
     """Rounds of each side."""
     short_side: int = 256
-    """Of the noise, in pixels."""
+    """Short side of the noise images, in pixels."""
 
 
 def noise(generator: np.random.Generator, height: int, width: int) -> Image.Image:

@@ -432,10 +432,11 @@ def _join_parts(
         if finished is None:
             missing.setdefault(Part(count=first.count, index=number % first.count), []).append(name)
             continue
-        total.add(finished[0])
-        if finished[1]:
+        report, blocks_of_shard = finished
+        total.add(report)
+        if blocks_of_shard:
             shards.append(name)
-            blocks += finished[1]
+            blocks += blocks_of_shard
     if missing:
         lines = [unfinished_line(part, names) for part, names in sorted(missing.items())]
         raise missing_parts(output, lines, first.count)
