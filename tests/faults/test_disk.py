@@ -62,12 +62,17 @@ def at_steps(actions: dict[int, Callable[[], object]]) -> Any:
     return mock.patch.object(Trainer, "train_step", watched)
 
 
-def written_first(run_dir: Path) -> None:
-    """Wait for the file of the first checkpoint, which is written behind this step."""
+def wait_for_checkpoints() -> None:
+    """Wait for the threads that write checkpoints behind the steps."""
     until = time.monotonic() + 120
     while any(thread.name.startswith("trp_scale checkpoint") for thread in threading.enumerate()):
         assert time.monotonic() < until
         time.sleep(0.01)
+
+
+def written_first(run_dir: Path) -> None:
+    """Wait for the file of the first checkpoint."""
+    wait_for_checkpoints()
     assert list((run_dir / "checkpoints").glob(".step_*/hooks.safetensors"))
 
 
@@ -92,6 +97,7 @@ def test_a_disk_that_is_full_for_a_while_costs_checkpoints_and_nothing_else(
     run_dir, seen = small_disk / "run", []
 
     def look() -> None:
+        wait_for_checkpoints()
         seen.append((steps_of(run_dir), (run_dir / METRICS_FILE).read_bytes().count(b"\n")))
         (small_disk / "ballast").unlink()
 
@@ -175,7 +181,12 @@ def test_a_disk_that_breaks_in_the_middle_of_a_file(
 
     monkeypatch.setattr(ChecksumWriter, "write", fails)
     monkeypatch.setattr(MetricsWriter, "_append", half)
-    with at_steps({5: lambda: written_first(tmp_path), 6: lambda: broken.append(True), 8: broken.clear}):
+
+    def repair() -> None:
+        wait_for_checkpoints()
+        broken.clear()
+
+    with at_steps({5: lambda: written_first(tmp_path), 6: lambda: broken.append(True), 8: repair}):
         status, said = run_and_listen(flags(text_dataset, tmp_path, **CHANGES))
     assert status == 0
     assert f"[Errno {number}] {os.strerror(number)}" in said and "(1 of 3 " in said
