@@ -32,7 +32,9 @@ def take_shortcuts() -> None:
         if module is not None:
             module.gc = SimpleNamespace(collect=lambda: gc.collect(YOUNG), **kept)  # type: ignore[attr-defined]
     _unsafe_cache.sys = SimpleNamespace(modules={})  # type: ignore[attr-defined]
-    inspect.findsource = functools.cache(inspect.findsource)  # type: ignore[assignment]
+    read, cached = inspect.findsource, functools.cache(inspect.findsource)
+    # A frame in the cache would keep all that its callers hold, such as an engine.
+    inspect.findsource = lambda source: (read if inspect.isframe(source) else cached)(source)
 
 
 def set_old_objects_aside() -> None:

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from tests.unit.models.masked_rows import VOCABULARY, masked_rows, small_model
+from tests.unit.models.masked_rows import VOCABULARY, masked_rows, small_model, small_sizes
 from trp_scale.data.text.dataset import GROUPS
+from trp_scale.models.initialise import build_with_initialisers, initialisers
 from trp_scale.pretraining.pos_bert.model import BertForMaskedPositions
 from trp_scale.pretraining.pos_bert.settings import PosBertObjectiveConfig
 from trp_scale.pretraining.pos_bert.upstream import PosMaskedLanguageModelling
@@ -34,6 +35,22 @@ def test_padding_has_probability_zero() -> None:
     assert not probability[..., VOCABULARY:].any()
     assert probability[..., :VOCABULARY].sum(-1).numpy() == pytest.approx(1.0, abs=1e-6)
     assert (probability[..., :VOCABULARY] > 0).all()
+
+
+def test_the_output_bias_is_whole_after_a_cut_over_ranks() -> None:
+    """An engine asks for the values when it has cut the parameters."""
+    bias, logits = "cls.predictions.bias", torch.randn(VOCABULARY)
+
+    def with_bias() -> BertForMaskedPositions:
+        model = BertForMaskedPositions(small_sizes(), vocab_size=VOCABULARY, seed=0)
+        model.set_output_bias(logits)
+        return model
+
+    whole, model = with_bias().get_parameter(bias), build_with_initialisers(with_bias)
+    value = initialisers(model)[bias]
+    model.tensor_plan.cut_first_dimension(model, ranks=2, rank=1)
+    assert len(model.get_parameter(bias)) == len(whole) // 2
+    assert torch.equal(value(), whole)
 
 
 def test_padding_weights_do_not_change_loss_or_gradients() -> None:
