@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Iterator
+from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
@@ -37,6 +39,15 @@ def share_of(dataset: Path, share: float) -> str:
     return str(share * sum(path.stat().st_size for path in dataset.rglob("*.tar")) / 1e9)
 
 
+@pytest.fixture
+def server_of_this_environment() -> Iterator[None]:
+    """Loader workers have the environment of the server that forks them, which an earlier test may have started."""
+    server = forkserver._forkserver  # type: ignore[attr-defined]
+    server._stop()
+    yield
+    server._stop()
+
+
 def held(cache: Path) -> list[Path]:
     return sorted(cache.rglob("*.tar"))
 
@@ -44,10 +55,12 @@ def held(cache: Path) -> list[Path]:
 @pytest.mark.parametrize("ahead", ["0", "32"])
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.exhaustive)])
 def test_rows_of_text_are_the_same(
-    ahead: str, workers: int, text: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+    ahead: str, workers: int, text: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     monkeypatch.setenv("TRP_SCALE_CACHE_GB", share_of(text, 0.6))
     monkeypatch.setenv("TRP_SCALE_TARS_AHEAD", ahead)
+    if workers:
+        request.getfixturevalue("server_of_this_environment")
     ours = steps(config_for(f"file://{text}", data={"verify": True, "workers": workers}), world=2, count=6)
     assert_same(ours, steps(config_for(text), world=1, count=6))
     assert held(cache) and all(PART_MARK in path.name for path in held(cache))
