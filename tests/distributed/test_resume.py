@@ -46,11 +46,11 @@ def test_kill_9_at_a_random_step_and_resume(request: pytest.FixtureRequest, tmp_
     changes = {"training__steps": 14, "checkpoint__every": 3, "data__workers": 1}
     changes |= {"model__dropout": 0.1} if recipe == "pos_bert_tiny" else {}
     assert pretrain_here(RUNS[recipe](dataset, tmp_path / "whole", **changes)) == 0
-    kill_at = random.SystemRandom().randint(7, 12)  # the first checkpoint is complete before the second begins
+    kill_at = random.SystemRandom().randint(4, 12)
     victim = start(RUNS[recipe](dataset, tmp_path / "killed", **changes))
     metrics = tmp_path / "killed" / "metrics.jsonl"
     deadline = time.monotonic() + 600
-    while not metrics.exists() or metrics.read_bytes().count(b"\n") < kill_at:
+    while not newest_complete(tmp_path / "killed").path or metrics.read_bytes().count(b"\n") < kill_at:
         assert victim.poll() is None and time.monotonic() < deadline, f"no step {kill_at}"
         time.sleep(0.005)
     os.kill(victim.pid, signal.SIGKILL)
@@ -70,7 +70,10 @@ def test_kill_9_of_a_whole_deepspeed_run_at_a_random_step_and_start_it_again(
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     two_ranks(pretrain_here, flags(text_dataset, whole, **changes))
     victim = launch("deepspeed", flags(text_dataset, killed, data__workers=1, **changes))
-    wait_for_steps(victim, killed, random.SystemRandom().randint(7, 11))
+    wait_for_steps(victim, killed, random.SystemRandom().randint(4, 11))
+    while newest_complete(killed).path is None:  # it is written behind the steps
+        assert victim.poll() is None
+        time.sleep(0.005)
     kill_all(victim)
     assert victim.returncode == -signal.SIGKILL
     assert len(lines(killed)) < 14, "it was over before it was killed"

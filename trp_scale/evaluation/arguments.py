@@ -189,15 +189,13 @@ def check_probe(arguments: ProbeArguments) -> ProbeArguments:
         arguments.pooling = "class" if of_mae else "mean"
     if arguments.linear.crops == "auto":
         arguments.linear.crops = "fresh" if of_mae else "cached"
-    problems, protocol = (
-        _problems(arguments),
-        (
-            ("method", arguments.method, "linear"),
-            ("pooling", arguments.pooling, "class"),
-            ("linear.crops", arguments.linear.crops, "fresh"),
-            ("seen", arguments.seen, "centre"),
-            ("centre_share", arguments.centre_share, 0.875),
-        ),
+    problems = _problems(arguments)
+    protocol = (
+        ("method", arguments.method, "linear"),
+        ("pooling", arguments.pooling, "class"),
+        ("linear.crops", arguments.linear.crops, "fresh"),
+        ("seen", arguments.seen, "centre"),
+        ("centre_share", arguments.centre_share, 0.875),
     )
     for flag, value, allowed in protocol if of_mae else ():
         if value != allowed:

@@ -108,9 +108,8 @@ def run_cost(graph: Graph, variant: str, speed: float, changes: Flags | None = N
 
 
 def _arguments(graph: Graph, variant: str, changes: Flags) -> PlanArguments:
-    flags = {**graph.settings(variant), **changes}
+    flags = {**graph.settings(variant), **changes, "model.weights": ""}  # no weights are read: the recipe has the sizes
     recipe = flags.pop("recipe", graph.scale.recipe)
-    flags.pop("model.weights", None)  # an input of the study; the recipe has its sizes
     if not (Path(str(flags.get("data.path", ""))) / "dataset.json").is_file():
         by_source = "sources" in str(flags.get("objective.tasks", ""))
         flags["data.path"] = NO_MIXTURE if by_source else NO_DATA  # the recipe's path may exist in this directory

@@ -76,8 +76,7 @@ def read_command(graph: Graph, words: list[str], runs: dict[str, Config]) -> Non
     """
     command, flags = words[0], words[1:]
     if "--model.weights" in flags:
-        place = flags.index("--model.weights")
-        del flags[place : place + 2]
+        flags[flags.index("--model.weights") + 1] = ""
     if command == "pretrain":
         runs[flags[flags.index("--run_dir") + 1]] = parse(flags).config
     elif command == "finetune":

@@ -257,8 +257,8 @@ class Decoder(nn.Module):
 
     def set_bias(self, values: Tensor) -> None:
         """Set the bias to these logits, [V]; that of padding stays 0."""
-        padding = len(self.bias) - len(values)  # now: an engine may cut the bias before it calls this
-        set_value(self.bias, lambda: F.pad(values, (0, padding)))
+        padded = F.pad(values, (0, len(self.bias) - len(values)))  # not in the lambda: an engine cuts the bias first
+        set_value(self.bias, lambda: padded)
 
 
 class PredictionHead(Decoder):
