@@ -59,9 +59,10 @@ COMMON = {
 }
 MODELS: dict[str, tuple[str, dict[str, str]]] = {
     "pos_bert_tiny": ("text", {"model.dropout": "0", "model.heads": "6"}),  # an even number for megatron
-    # Adam divides by a gradient's size, which makes a whole step of rounding near zero
+    # Adam divides by a gradient's size, which makes a whole step of rounding near zero. With learned masks such a step
+    # can also exchange two patches of almost equal probability.
     "adpe_tiny": ("scenes", {"adversary.ascent": "sgd"}),
-    "mlo_mae_tiny": ("scenes", {"optimizer.eps": "1e-3"}),
+    "mlo_mae_tiny": ("scenes", {"optimizer.eps": "1e-4", "multilevel.lr": "1e-6"}),
     "mm_mae_tiny": ("scenes", {"balancer.kind": "gradnorm"}),
 }
 """Data and settings of each recipe."""
