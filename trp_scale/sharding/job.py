@@ -230,10 +230,6 @@ class ShardingJob(Generic[ReportT]):
         name = stem if self.part.count == 1 else f"{stem}-{self.part.index:05d}"
         return self.output / "progress" / f"{name}{suffix}"
 
-    def select_portions(self, portions: Sequence[PortionT]) -> Sequence[PortionT]:
-        """Return the portions of this run."""
-        return portions[self.part.index :: self.part.count]
-
     def _refuse_other_content(self) -> None:
         if not self.output.exists():
             return
@@ -342,9 +338,10 @@ class ShardingJob(Generic[ReportT]):
         arguments: tuple[Any, ...],
         counters: tuple[str, ...],
         title: str = "sharding",
+        gpus: int = 0,
     ) -> None:
         """Call a worker with each unfinished portion of this run, as `run_portions`."""
-        selected, names = self.select_portions(portions), self._kind.shard_names(len(portions))
+        selected, names = self.part.select(portions), self._kind.shard_names(len(portions))
         missing = [
             portion for portion in selected if self._kind.finished_shard(self.output, names[portion.number]) is None
         ]
@@ -352,7 +349,9 @@ class ShardingJob(Generic[ReportT]):
             log.info("%d of %d shards exist already", len(selected) - len(missing), len(selected))
         settings, total = self._settings, sum(portion.size for portion in selected)
         bar = ProgressBar(counters=counters, total=total, shown=settings.progress, title=title)
-        run_portions(missing, worker, arguments, processes=settings.processes, bar=bar, executor=settings.executor)
+        run_portions(
+            missing, worker, arguments, processes=settings.processes, bar=bar, executor=settings.executor, gpus=gpus
+        )
 
     def finish(self, description: Mapping[str, object]) -> tuple[list[str], ReportT] | None:
         """Finish the data set and return the result of `finish_dataset`. One of several parts is only marked as

@@ -19,11 +19,11 @@ import re
 import tarfile
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Any, Literal, TypeVar
 
 from trp_scale.config.registry import setting
 from trp_scale.config.schema import Fields
@@ -47,6 +47,8 @@ from trp_scale.storage.files import atomic_write
 _NAME = re.compile(r"part-(\d{5})-of-(\d{5})\.json")
 
 MAX_PARTS = 99_999
+
+ItemT = TypeVar("ItemT")
 
 
 @dataclass(kw_only=True)
@@ -124,6 +126,10 @@ class Part:
     def flags(self) -> str:
         """Command-line flags that select this part."""
         return f"--shard_index {self.index} --num_shards {self.count}"
+
+    def select(self, whole: Sequence[ItemT]) -> Sequence[ItemT]:
+        """Return the portions, or shards, of this part."""
+        return whole[self.index :: self.count]
 
     def path(self, directory: Path) -> Path:
         """Return the path of the part file in a data set."""

@@ -151,7 +151,25 @@ class LabelKind(DataKind[LabelReport]):
         return self.shards
 
     def finished_shard(self, output: Path, name: str) -> tuple[LabelReport, int] | None:
-        return finished_labels(self.dataset, self.name, output, name)
+        """Read the report and the number of labels of a shard; `None` unless it is complete and made from the current
+        images."""
+        images = self.dataset / OWN_TAR / name
+        try:
+            index = read_index_document(output / name)
+            if (output / name).stat().st_size != index.size or index.keys() != read_index_document(images).keys():
+                return None
+            path = report_path(output, Path(name).stem)
+            if path.exists():
+                report = record(LabelReport, read_json(path), str(path), DataError)
+                if report.digest != digest_of_images(images):
+                    return None
+            elif _is_listed(self.dataset, read_json(self.dataset / "dataset.json"), self.name, output):
+                report = LabelReport(images=len(index.blocks))  # a finished directory has no reports
+            else:
+                return None
+        except (OSError, DataError):
+            return None
+        return report, len(index.blocks)
 
     def is_stored(self, output: Path, identity: Mapping[str, object]) -> bool:
         path = self.dataset / "dataset.json"
@@ -228,32 +246,6 @@ def label_kind(dataset: Path, document: Mapping[str, Any], modality: str) -> Lab
     )
 
 
-def finished_labels(dataset: Path, modality: str, output: Path, name: str) -> tuple[LabelReport, int] | None:
-    """Return the report of a label shard; `None` unless it is complete and made from the current images.
-
-    Args:
-        dataset: directory of the images.
-        output: directory of the labels.
-        name: of the tar.
-    """
-    try:
-        index, images = read_index_document(output / name), read_index_document(dataset / OWN_TAR / name)
-        if (output / name).stat().st_size != index.size or index.keys() != images.keys():
-            return None
-        path = report_path(output, Path(name).stem)
-        if path.exists():
-            report = record(LabelReport, read_json(path), str(path), DataError)
-            if report.digest != digest_of_images(dataset, name):
-                return None
-        elif _is_listed(dataset, read_json(dataset / "dataset.json"), modality, output):
-            report = LabelReport(images=len(index.blocks))  # a finished directory has no reports
-        else:
-            return None
-    except (OSError, DataError):
-        return None
-    return report, len(index.blocks)
-
-
 def refuse_present(dataset: Path, document: Mapping[str, Any], modality: str, flag: str, *, replace: bool) -> None:
     """Raise DataError if dataset.json already lists the modality and `replace` is not set.
 
@@ -282,7 +274,7 @@ def _is_listed(dataset: Path, document: Mapping[str, Any], modality: str, output
     return entry is not None and entry.get("directory", OWN_TAR) == output.name
 
 
-def digest_of_images(dataset: Path, shard: str) -> str:
+def digest_of_images(shard: Path) -> str:
     """Return the hash of a shard index. It contains the image checksums, so it changes with any image."""
-    content = read_content(index_path(dataset / OWN_TAR / shard), DataError, largest=LARGEST_INDEX)
+    content = read_content(index_path(shard), DataError, largest=LARGEST_INDEX)
     return hashlib.blake2b(content, digest_size=16).hexdigest()

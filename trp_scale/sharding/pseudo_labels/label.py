@@ -1,4 +1,4 @@
-"""Pseudo-labels: depth and segmentation maps predicted by models.
+"""Pseudo-labels: depth and segmentation maps predicted by models, one model after another.
 
 Each model makes one label shard per image shard. Threads decode and preprocess the next images while the models run.
 """
@@ -10,10 +10,11 @@ import os
 import threading
 import zlib
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,6 @@ from trp_scale.sharding.pseudo_labels.directory import (
     LabelReport,
     PseudoLabelConfig,
     digest_of_images,
-    finished_labels,
     label_kind,
     label_kinds,
     refuse_present,
@@ -53,7 +53,7 @@ from trp_scale.sharding.pseudo_labels.models import (
     load_model,
     load_processor,
 )
-from trp_scale.sharding.workers import Advance, Portion, ProgressBar, process_number, run_portions
+from trp_scale.sharding.workers import Advance, Portion, process_number
 
 __all__ = ["PseudoLabelConfig", "pseudo_label"]
 
@@ -78,33 +78,29 @@ def pseudo_label(config: PseudoLabelConfig) -> bool:
     document = dict(fields.document)
     devices = _devices(config)
     precision = _precision(config, devices)
-    tasks, jobs, descriptions = [], [], []
+    processes, *threads = _processes(config, devices)
+    config = replace(config, processes=processes)
+    labellings: list[tuple[ShardingJob[LabelReport], tuple[Any, ...], dict[str, object]]] = []
     for modality, name in config.models().items():
         model, settings = find_model(modality, name), config.labelling()[modality]
         identity, description = label_kinds()[modality].describe(model.flag, model.details, settings)
         kind, output = label_kind(config.data, document, modality), config.data / config.directory(modality)
         identity = {"model": model.fingerprint, "precision": precision, **identity}
-        tasks.append(LabelTask(model=model, output=output, settings=settings))
-        jobs.append(ShardingJob(config, output, kind, identity))
+        job = ShardingJob(config, output, kind, identity)
         if not kind.is_stored(output, identity):
             refuse_present(config.data, document, modality, f"{kind.flag} {output.name}", replace=config.replace)
-        descriptions.append({"model": model.name, "replace": config.replace, **description})
-    portions = [Portion(number, (shard,), 0) for number, shard in enumerate(document["shards"])]
+        work = (model, output, settings, tuple(document["suffixes"]), config.batch, devices, precision, *threads)
+        labellings.append((job, work, {"model": model.name, "replace": config.replace, **description}))
+    shards = config.own_part().select(document["shards"])
+    counts = {shard: len(read_index_document(config.data / OWN_TAR / shard).blocks) for shard in shards}
+    portions = [Portion(number, (shard,), counts.get(shard, 0)) for number, shard in enumerate(document["shards"])]
     with ExitStack() as stack:
-        for job in jobs:
+        for job, _, _ in labellings:
             stack.enter_context(job.only_run())
             job.begin("", portions)
-        selected = jobs[0].select_portions(portions)
-        missing = {portion: sum(not task.is_finished(portion.items[0]) for task in tasks) for portion in selected}
-        labels = sum(
-            len(read_index_document(config.data / OWN_TAR / portion.items[0]).blocks) * count
-            for portion, count in missing.items()
-        )
-        unfinished = [portion for portion, count in missing.items() if count]
-        if len(unfinished) < len(selected):
-            log.info("%d of %d shards are labelled already", len(selected) - len(unfinished), len(selected))
-        _run(config, document, tuple(tasks), unfinished, labels, devices, precision)
-        finished = [job.finish(description) for job, description in zip(jobs, descriptions, strict=True)]
+        for job, work, _ in labellings:
+            job.run(portions, LabelWorker, work, ("labels",), "labelling", gpus=int(devices[0] != "cpu"))
+        finished = [job.finish(description) for job, _, description in labellings]
     return None not in finished
 
 
@@ -128,47 +124,31 @@ def _precision(config: PseudoLabelConfig, devices: tuple[str, ...]) -> Precision
     return "bf16" if devices[0] != "cpu" and torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
 
 
-def _run(
-    config: PseudoLabelConfig,
-    document: dict[str, Any],
-    tasks: tuple[LabelTask, ...],
-    portions: list[Portion[str]],
-    labels: int,
-    devices: tuple[str, ...],
-    precision: Precision,
-) -> None:
+def _processes(config: PseudoLabelConfig, devices: tuple[str, ...]) -> tuple[int, int, int]:
+    """Return the processes, the threads of each, and the torch threads of each; 0 torch threads = unchanged."""
     gpus = int(devices[0] != "cpu")
     if config.executor == "ray":
         processes, cores, alone = config.processes, cpus_of_task(gpus), False
     else:
         processes = config.processes or len(devices)
         cores, alone = max(1, len(os.sched_getaffinity(0)) // processes), not gpus and processes == 1
-    threads = max(2, min(MAX_THREADS, cores))
     model_threads = 0 if alone else 1 if gpus else cores  # with a GPU, the pool uses the cores
-    run_portions(
-        portions,
-        LabelWorker,
-        (tasks, tuple(document["suffixes"]), config.batch, devices, precision, threads, model_threads),
-        processes=processes,
-        executor=config.executor,
-        gpus=gpus,
-        bar=ProgressBar(counters=("labels",), total=labels, shown=config.progress, title="labelling"),
-    )
+    return processes, max(2, min(MAX_THREADS, cores)), model_threads
 
 
 @dataclass(kw_only=True)
 class Prepared:
-    """Model inputs of an image.
+    """Model input of an image.
 
     Attributes:
         size: (H, W) of the image.
-        inputs: float [3, h, w] by modality.
-        flaws: reason for a missing input, by modality.
+        inputs: float [3, h, w]; `None` if it is missing, or after the model has it.
+        flaw: reason for a missing input.
     """
 
     size: Size
-    inputs: dict[str, Tensor] = field(default_factory=dict)
-    flaws: dict[str, str] = field(default_factory=dict)
+    inputs: Tensor | None = None
+    flaw: str = ""
 
 
 class ImagePreparer:
@@ -176,19 +156,19 @@ class ImagePreparer:
 
     Args:
         table: samples of the shard; the first column is the image.
-        labellers: models by modality.
+        labeller: the model.
     """
 
-    def __init__(self, table: SampleTable, labellers: Mapping[str, Labeller]) -> None:
+    def __init__(self, table: SampleTable, labeller: Labeller) -> None:
         self._table = table
-        self._labellers = labellers
+        self._labeller = labeller
         self._local = threading.local()  # one reader per thread: readers keep files open
 
     def __call__(self, image: int) -> Prepared:
         """Prepare an image by its index in the shard.
 
         Raises:
-            DataError: the shard cannot be read. A damaged image gets flaws instead.
+            DataError: the shard cannot be read. A damaged image gets a flaw instead.
         """
         if not hasattr(self._local, "reader"):
             self._local.reader = SampleReader(self._table, verify=False)
@@ -201,15 +181,9 @@ class ImagePreparer:
         except DataError as error:
             if isinstance(error.__cause__, OSError):  # storage error, not a damaged image
                 raise
-            return Prepared(size=jpeg_size(content), flaws=dict.fromkeys(self._labellers, str(error)))
-        prepared = Prepared(size=(pixels.shape[1], pixels.shape[2]))
-        for modality, labeller in self._labellers.items():
-            values = labeller.prepare(pixels)
-            if isinstance(values, str):
-                prepared.flaws[modality] = values
-            else:
-                prepared.inputs[modality] = values
-        return prepared
+            return Prepared(size=jpeg_size(content), flaw=str(error))
+        size, values = (pixels.shape[1], pixels.shape[2]), self._labeller.prepare(pixels)
+        return Prepared(size=size, flaw=values) if isinstance(values, str) else Prepared(size=size, inputs=values)
 
 
 def iterate_windows(
@@ -239,28 +213,17 @@ WINDOW = 4
 """Batches per window. Images are grouped by shape within a window."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class LabelTask:
-    """Model, output directory and settings of one modality."""
-
-    model: FoundModel
-    output: Path
-    settings: LabelSettings
-
-    def is_finished(self, shard: str) -> bool:
-        """Whether a shard is labelled."""
-        return finished_labels(self.output.parent, self.model.modality, self.output, shard) is not None
-
-
 class LabelWorker:
-    """Worker that makes the missing labels of a shard.
+    """Worker that makes the labels of a shard.
 
     Args:
-        tasks: one for each modality.
+        model: model of the modality.
+        output: directory of the labels.
+        settings: label settings of the modality.
         suffixes: members of an image sample.
-        batch: batch size of the models.
+        batch: batch size of the model.
         devices: used by the processes in turn.
-        precision: of the models.
+        precision: of the model.
         threads: of this process, for reading, preprocessing and encoding.
         model_threads: torch threads of this process; 0 = unchanged.
         advance: called with the number of new labels.
@@ -268,7 +231,9 @@ class LabelWorker:
 
     def __init__(
         self,
-        tasks: tuple[LabelTask, ...],
+        model: FoundModel,
+        output: Path,
+        settings: LabelSettings,
         suffixes: tuple[str, ...],
         batch: int,
         devices: tuple[str, ...],
@@ -277,81 +242,48 @@ class LabelWorker:
         model_threads: int,
         advance: Advance,
     ) -> None:
-        self._tasks, self._suffixes, self._batch = tasks, suffixes, batch
+        self._model, self._output, self._settings = model, output, settings
+        self._suffixes, self._batch = suffixes, batch
         self._device = torch.device(devices[process_number() % len(devices)])
         self._precision, self._threads = precision, threads
         self._advance = advance
-        self._labellers: dict[str, Labeller] = {}
         if self._device.type == "cuda":  # else pinned memory would create a context on the first GPU
             torch.cuda.set_device(self._device)
         if model_threads:
             torch.set_num_threads(model_threads)
 
+    @cached_property
+    def _labeller(self) -> Labeller:
+        """Model, loaded on first use so that its errors belong to a shard."""
+        model = self._model
+        processor = load_processor(model.flag, model.directory)
+        return Labeller(
+            model,
+            load_model(model, self._device),
+            processor,
+            label_kinds()[model.modality].interpret(processor, model.details, self._settings),
+            device=self._device,
+            precision=self._precision,
+        )
+
     def __call__(self, portion: Portion[str]) -> None:
         (shard,) = portion.items
-        with ExitStack() as stack:
-            shards: dict[str, ShardWriter] = {}
-            for task in self._tasks:
-                if not task.is_finished(shard):
-                    tar = task.output / shard
-                    index_path(tar).unlink(missing_ok=True)  # stale, or of a truncated tar
-                    shards[task.model.modality] = stack.enter_context(new_tar(tar, report_path(task.output, tar.stem)))
-            if shards:
-                self._label(shard, shards)
-
-    def _labeller(self, task: LabelTask) -> Labeller:
-        """Return the model of a task, loaded on first use so that its errors belong to a shard."""
-        model = task.model
-        if model.modality not in self._labellers:
-            processor = load_processor(model.flag, model.directory)
-            labels = label_kinds()[model.modality]
-            self._labellers[model.modality] = Labeller(
-                model,
-                load_model(model, self._device),
-                processor,
-                labels.interpret(processor, model.details, task.settings),
-                device=self._device,
-                precision=self._precision,
+        tar, images = self._output / shard, self._output.parent / OWN_TAR / shard
+        index_path(tar).unlink(missing_ok=True)  # stale, or of a truncated tar
+        with new_tar(tar, report_path(self._output, tar.stem)) as writer, ThreadPoolExecutor(self._threads) as pool:
+            table, _ = read_samples(
+                images.parent, [shard], self._suffixes, rows_per_block=1, opened=("jpg",), use_index=False
             )
-        return self._labellers[model.modality]
-
-    def _label(self, shard: str, shards: Mapping[str, ShardWriter]) -> None:
-        dataset = self._tasks[0].output.parent
-        path = dataset / OWN_TAR / shard
-        table, _ = read_samples(
-            path.parent, [shard], self._suffixes, rows_per_block=1, opened=("jpg",), use_index=False
-        )
-        keys = [block.key for block in read_index(path).blocks]
-        digest = digest_of_images(dataset, shard)
-        labellers = {task.model.modality: self._labeller(task) for task in self._tasks if task.model.modality in shards}
-        with ThreadPoolExecutor(self._threads) as pool:
-            streams = [
-                LabelStream(
-                    labeller,
-                    shards[modality],
-                    keys=keys,
-                    name=path.stem,
-                    digest=digest,
-                    pool=pool,
-                    batch=self._batch,
-                )
-                for modality, labeller in labellers.items()
-            ]
-            ahead = iterate_windows(pool, ImagePreparer(table, labellers), table.rows, WINDOW * self._batch)
-            pending: deque[list[WindowOfLabels]] = deque()
+            stream = LabelStream(self._labeller, writer, images, pool, self._batch)
+            pending: deque[WindowOfLabels] = deque()
+            ahead = iterate_windows(pool, ImagePreparer(table, self._labeller), table.rows, WINDOW * self._batch)
             for places, prepared in ahead:
-                pending.append([stream.start(places, prepared) for stream in streams])
+                pending.append(stream.start(places, prepared))
                 if len(pending) > 1:  # the device runs the next window while this one is encoded
-                    self._finish(streams, pending.popleft())
+                    self._advance(stream.finish(pending.popleft()))
             while pending:
-                self._finish(streams, pending.popleft())
-        for stream in streams:
-            stream.close()
-
-    def _finish(self, streams: list[LabelStream], windows: list[WindowOfLabels]) -> None:
-        for stream, window in zip(streams, windows, strict=True):
-            stream.finish(window)
-            self._advance(len(window.places))
+                self._advance(stream.finish(pending.popleft()))
+            writer.report = dict(vars(stream.report))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -370,79 +302,60 @@ class WindowOfLabels:
 
 
 class LabelStream:
-    """Writer of the labels of one model for one shard.
+    """Writer of the labels of one shard.
 
     Args:
-        shard: new shard.
-        keys: of the images.
-        name: of the image shard, for the list of empty labels.
-        digest: of the image index.
+        labeller: the model.
+        shard: new shard of labels.
+        images: tar of the images.
         pool: threads for encoding.
         batch: batch size.
+
+    Attributes:
+        report: counts of the written labels.
     """
 
     def __init__(
-        self,
-        labeller: Labeller,
-        shard: ShardWriter,
-        *,
-        keys: Sequence[str],
-        name: str,
-        digest: str,
-        pool: ThreadPoolExecutor,
-        batch: int,
+        self, labeller: Labeller, shard: ShardWriter, images: Path, pool: ThreadPoolExecutor, batch: int
     ) -> None:
-        self._labeller = labeller
-        self._shard = shard
-        self._keys = keys
-        self._name = name
-        self._pool = pool
-        self._batch = batch
-        self._modality = labeller.modality
-        self._report = LabelReport(digest=digest)
+        self._labeller, self._shard, self._pool, self._batch = labeller, shard, pool, batch
+        self._name, self._keys = images.stem, [block.key for block in read_index(images).blocks]
+        self.report = LabelReport(digest=digest_of_images(images))
 
-    def start(self, places: range, prepared: Sequence[Prepared]) -> WindowOfLabels:
+    def start(self, places: range, prepared: list[Prepared]) -> WindowOfLabels:
         """Queue the images of a window on the device, without waiting."""
-        inputs = [image.inputs.get(self._modality) for image in prepared]
         batches = []
-        for batch in batch_by_shape(inputs, self._batch):
-            values = [values for position in batch if (values := inputs[position]) is not None]
+        for batch in batch_by_shape([image.inputs for image in prepared], self._batch):
+            values = [values for position in batch if (values := prepared[position].inputs) is not None]
             batches.append((batch, self._labeller.start(values, [prepared[position].size for position in batch])))
-        kept = [Prepared(size=image.size, flaws=image.flaws) for image in prepared]
-        return WindowOfLabels(places=places, prepared=kept, batches=batches)
+        for image in prepared:
+            image.inputs = None  # free its memory
+        return WindowOfLabels(places=places, prepared=prepared, batches=batches)
 
-    def finish(self, window: WindowOfLabels) -> None:
-        """Wait for the maps of a window, then write them."""
+    def finish(self, window: WindowOfLabels) -> int:
+        """Wait for the maps of a window, then write them; return their number."""
         maps_of_row: dict[int, tuple[Map, int]] = {}
         for batch, flight in window.batches:
             maps_of_row.update(zip(batch, flight.wait(self._labeller.dtype), strict=True))
-        form = self._labeller.format
+        form, report = self._labeller.format, self.report
         maps = []
         for number, (position, image) in enumerate(zip(window.places, window.prepared, strict=True)):
-            flaw = image.flaws.get(self._modality, "")
             numbers, clipped = maps_of_row.get(number) or (
                 np.full(image.size, form.empty, dtype=self._labeller.dtype),
                 0,
             )
-            missing = int((numbers == form.empty).sum())
+            missing, flaw = int((numbers == form.empty).sum()), image.flaw
             if not flaw and missing == numbers.size:
                 flaw = "the model's output has no value that can be stored"
-            self._count(position, flaw, missing, clipped)
+            if flaw:
+                report.skip(UNREADABLE, f"{self._name}/{self._keys[position]}", flaw)
+            else:
+                report.images += 1
+                report.missing += missing
+                report.clipped += clipped
             maps.append(numbers)
-        level = label_kinds()[self._modality].png_level
+        level = label_kinds()[self._labeller.modality].png_level
         contents = self._pool.map(lambda numbers: write_png(numbers, level), maps)
         for position, content in zip(window.places, contents, strict=True):
             self._shard.add(self._keys[position], 1, {form.suffix: content})
-
-    def _count(self, position: int, flaw: str, missing: int, clipped: int) -> None:
-        report = self._report
-        if flaw:
-            report.skip(UNREADABLE, f"{self._name}/{self._keys[position]}", flaw)
-        else:
-            report.images += 1
-            report.missing += missing
-            report.clipped += clipped
-
-    def close(self) -> None:
-        """Store the report in the shard."""
-        self._shard.report = dict(vars(self._report))
+        return len(maps)

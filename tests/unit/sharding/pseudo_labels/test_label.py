@@ -43,11 +43,11 @@ def stop_after(monkeypatch: pytest.MonkeyPatch, windows: int) -> None:
     """Interrupt the run after this number of windows."""
     finish, done = LabelStream.finish, []
 
-    def interrupted(stream: LabelStream, window: object) -> None:
+    def interrupted(stream: LabelStream, window: Any) -> int:
         done.append(window)
         if len(done) > windows:
             raise KeyboardInterrupt
-        finish(stream, window)  # type: ignore[arg-type]
+        return finish(stream, window)
 
     monkeypatch.setattr(LabelStream, "finish", interrupted)
 
@@ -96,12 +96,13 @@ def test_a_stopped_run_goes_on_to_the_same_bytes(
     data = nine_images(tmp_path / "data")
     before = (data / "dataset.json").read_bytes()
     with monkeypatch.context() as context:
-        stop_after(context, 3)  # the first shard, and one model's labels of the second
+        stop_after(context, 4)  # the three shards of one model, and the first of the other
         with pytest.raises(KeyboardInterrupt):
             label(data, models)
     assert (data / "dataset.json").read_bytes() == before
-    for directory in DIRECTORIES:
-        assert [path.name for path in (data / directory).glob("image-*.tar")] == ["image-000000.tar"]
+    for directory, count in zip(DIRECTORIES, (3, 1), strict=True):
+        tars = sorted(path.name for path in (data / directory).glob("image-*.tar"))
+        assert tars == [f"image-00000{number}.tar" for number in range(count)]
     kept = (data / "depth" / "image-000000.tar").stat().st_mtime_ns
     (data / "depth" / ".image-000002.tar.1.tmp").write_bytes(b"half of one")  # of a process that was killed
     (data / "semseg" / "image-000000.index.json").unlink()  # as if it had been stopped before this one's last step
