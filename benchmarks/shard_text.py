@@ -26,7 +26,7 @@ from trp_scale.sharding.parts import new_tar
 from trp_scale.sharding.text.annotate import Annotator, make_tagger
 from trp_scale.sharding.text.corpus import embedded_documents, plan_corpus
 from trp_scale.sharding.text.documents import Document, ReadSettings, read_portion
-from trp_scale.sharding.text.rows import RowSettings, write_portion
+from trp_scale.sharding.text.rows import RowSettings, TextWriter
 from trp_scale.sharding.text.splitting import SentenceSplitter, split_keys, unit_keys
 
 READ = ReadSettings(text_field="text", split="train", one_document_per_file=True, max_line_bytes=8_000_000)
@@ -101,7 +101,7 @@ def main() -> None:
         def shard() -> None:
             fresh = make_tagger("textblob") if options.tagger == "textblob" else tagger
             with new_tar(directory / "text-000000.tar", directory / "report.json") as writer:
-                write_portion(portion, writer, Annotator(tokenizer, fresh), READ, rows, lambda *_: None)
+                TextWriter(Annotator(tokenizer, fresh), READ, rows, lambda *_: None)(portion, writer)
 
         sides = {"alone": lambda: alone(sentences), "sharding": shard}
         rates = {side: total / times.cpu for side, times in alternate(sides, rounds=options.rounds, warmup=0).items()}

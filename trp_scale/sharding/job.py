@@ -8,7 +8,8 @@ DATASET/
   progress/                     until dataset.json exists: files of the parts, a report for each finished shard
 
 The split of the input into portions depends only on the input and the settings. A resumed run makes the missing shards.
-Several runs may each make a part (parts.py); `finish_dataset` joins them.
+Several runs may each make a part (parts.py); `finish_dataset` joins them. With --source_field each source of the input
+becomes a data set (`shard_sources`).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import Any, Generic, TypeVar
 
 from trp_scale.config.schema import Fields, record
 from trp_scale.data.index import index_path, read_fields, read_index, read_json, write_json
+from trp_scale.data.mixture import format_paths
 from trp_scale.data.raw_files import DATASET_FORMAT
 from trp_scale.errors import MOST_PROBLEMS, DataError, quote
 from trp_scale.sharding.parts import (
@@ -42,7 +44,7 @@ from trp_scale.sharding.parts import (
     write_dataset_index,
 )
 from trp_scale.sharding.workers import Advance, Numbered, PortionT, ProgressBar, run_portions
-from trp_scale.storage.files import only_run, remove_leftovers
+from trp_scale.storage.files import only_run, remove_leftovers, write_text
 
 FAILED = "failed"
 """Field of a part file: all shards were made, but too many samples were skipped. The same command resumes; other
@@ -468,3 +470,58 @@ def _difference(name: str, stored: object, asked: object) -> str:
     if any(isinstance(value, str) and _DIGEST.fullmatch(value) for value in (stored, asked)):
         return _DIGEST_OF.get(name, f"another {name}")
     return f"{name} {quote(stored)} there, {quote(asked)} asked for"
+
+
+FOLDER = "folder"
+"""Value of --source_field for which each folder directly in the input is a source."""
+MIXTURE = "mixture.txt"
+"""File beside the data sets of sources with the value of --data.path; written when all are finished."""
+MOST_SOURCES = 256
+SHARES = 1000
+"""Sum of the weights in a mixture: a weight is the share of the rows in thousandths, at least one."""
+
+
+def source_folders(inputs: list[str]) -> dict[str, Path]:
+    """Return the folders directly in the input, by name.
+
+    Raises:
+        DataError: the input is not a single folder with two or more folders.
+    """
+    root = Path(inputs[0])
+    folders = sorted(path for path in root.iterdir() if path.is_dir()) if len(inputs) == 1 and root.is_dir() else []
+    if len(folders) < 2:
+        raise DataError(
+            f"--source_field {FOLDER} with --inputs {' '.join(inputs)}: {len(folders)} folders found, one folder with "
+            "two or more folders expected; each becomes a source"
+        )
+    return {path.name: path for path in folders}
+
+
+def shard_sources(output: Path, sources: Mapping[str, object], shard: Callable[[str, Path], object]) -> Path:
+    """Make a data set for each source, and write the mixture when all are finished. Return `output`.
+
+    Args:
+        output: directory of all data sets.
+        sources: sources by the value of the field.
+        shard: makes the data set of a value in a directory, or a part of it.
+
+    Raises:
+        DataError: too many sources, or two with the same name.
+    """
+    if len(sources) > MOST_SOURCES:
+        raise DataError(f"--source_field: {len(sources)} sources found, at most {MOST_SOURCES} allowed")
+    directories: dict[str, Path] = {}
+    for value in sources:
+        name = re.sub(r"[^A-Za-z0-9_.-]+", "_", value)
+        if name in directories:
+            raise DataError(f"--source_field: two values are named {quote(name)} in a mixture; rename one of them")
+        directories[name] = output / name
+        shard(value, directories[name])
+    if all((directory / "dataset.json").exists() for directory in directories.values()):
+        rows = {name: read_fields(path / "dataset.json").take("rows", int) for name, path in directories.items()}
+        path = format_paths(rows, directories, total=SHARES)
+        write_text(output / MIXTURE, path + "\n")
+        with suppress(OSError):  # not empty while other parts hold their locks
+            (output / "progress").rmdir()
+        log.info("%s: %d sources; give --data.path %s", output / MIXTURE, len(directories), path)
+    return output

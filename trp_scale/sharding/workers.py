@@ -77,12 +77,44 @@ class ProgressBar:
     shown: bool
     title: str = "sharding"
 
-    def describe(self, values: Sequence[int], seconds: float) -> str:
-        """Return the counts and their rates since the start, for the text next to the bar."""
-        return "  ".join(
-            f"{value / seconds / 1e6:,.1f} MB/s" if name == "bytes" else f"{value:,} {name}  {value / seconds:,.0f}/s"
-            for name, value in zip(self.counters, values, strict=True)
+    @contextmanager
+    def follow(self, values: Any) -> Iterator[None]:
+        """Context in which a thread shows the shared counters and their rates since the start."""
+        columns = (
+            TextColumn(self.title),
+            BarColumn(),
+            TextColumn("{task.fields[rate]}"),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
         )
+        outlet: Any = Outlet(sys.stdout, "the work goes on")
+        progress = Progress(*columns, console=Console(file=outlet), disable=not self.shown)
+        task = progress.add_task("", total=max(1, self.total), rate="")
+        ended, start = threading.Event(), time.monotonic()
+
+        def update() -> None:
+            counts, seconds = list[int](values[:]), max(1e-9, time.monotonic() - start)
+            rates = (
+                f"{count / seconds / 1e6:,.1f} MB/s"
+                if name == "bytes"
+                else f"{count:,} {name}  {count / seconds:,.0f}/s"
+                for name, count in zip(self.counters, counts, strict=True)
+            )
+            progress.update(task, completed=counts[-1], rate="  ".join(rates))
+
+        def repeat() -> None:
+            while not ended.wait(0.25):
+                update()
+
+        thread = threading.Thread(target=repeat, daemon=True)
+        with progress:
+            thread.start()
+            try:
+                yield
+            finally:
+                ended.set()
+                thread.join()
+                update()
 
 
 MAX_NAME_BYTES = 512
@@ -212,7 +244,7 @@ def run_portions(
         return {}
     context = multiprocessing.get_context("spawn")  # forked copies of running threads can hang
     counters = context.Array("q", len(bar.counters))
-    with _Display(bar, counters):
+    with bar.follow(counters):
         if executor == "ray":
             from trp_scale.sharding.clusters import run_on_ray
 
@@ -338,43 +370,3 @@ def process_died(title: str) -> DataError:
         f"a {title} process died (killed, or out of memory); run the same command again to resume, with fewer "
         "--processes if memory is short"
     )
-
-
-class _Display:
-    """Progress bar, updated by a thread that reads the shared counters."""
-
-    def __init__(self, bar: ProgressBar, counters: Any) -> None:
-        columns = (
-            TextColumn(bar.title),
-            BarColumn(),
-            TextColumn("{task.fields[rate]}"),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-        )
-        outlet: Any = Outlet(sys.stdout, "the work goes on")
-        self._progress = Progress(*columns, console=Console(file=outlet), disable=not bar.shown)
-        self._task = self._progress.add_task("", total=max(1, bar.total), rate="")
-        self._text = bar.describe
-        self._counters = counters
-        self._start = time.monotonic()
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._follow, daemon=True)
-
-    def __enter__(self) -> None:
-        self._progress.start()
-        self._thread.start()
-
-    def __exit__(self, *_: object) -> None:
-        self._ended.set()
-        self._thread.join()
-        self._update()
-        self._progress.stop()
-
-    def _follow(self) -> None:
-        while not self._ended.wait(0.25):
-            self._update()
-
-    def _update(self) -> None:
-        values: list[int] = self._counters[:]
-        text = self._text(values, max(1e-9, time.monotonic() - self._start))
-        self._progress.update(self._task, completed=values[-1], rate=text)

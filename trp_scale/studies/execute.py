@@ -29,7 +29,7 @@ from trp_scale.distributed.stop import NOTICES, signal_handlers
 from trp_scale.errors import RefusedError
 from trp_scale.reporting.results import RESULTS_FILE
 from trp_scale.sharding.clusters import submit_job
-from trp_scale.sharding.sources import MIXTURE
+from trp_scale.sharding.job import MIXTURE
 from trp_scale.storage.files import write_json
 from trp_scale.studies.graph import Graph
 from trp_scale.training.metrics import nothing_left

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any, Literal
@@ -160,24 +160,15 @@ def agree(datasets: list[TextDataset]) -> TextMeta:
                 f"different ones; shard one again, with --tokenizer {first.meta.tokenizer_directories[0]} or "
                 f"{other.meta.tokenizer_directories[0]}"
             )
-        for field in (
-            "length",
-            "row_length",
-            "segments",
-            "vocab_size",
-            "token_dtype",
-            "special_tokens",
-            "special_token_ids",
-            "groups",
-        ):
-            ours, theirs = getattr(first.meta, field), getattr(other.meta, field)
-            if ours != theirs:
+        for field in fields(TextMeta):
+            ours, theirs = getattr(first.meta, field.name), getattr(other.meta, field.name)
+            if field.name != "tokenizer_directories" and ours != theirs:
                 raise DataError(
-                    f"data.path: members of a mixture must have the same {field}: "
+                    f"data.path: members of a mixture must have the same {field.name}: "
                     f"{first.name} has {ours!r}, {other.name} has {theirs!r}"
                 )
     directories = tuple(path for dataset in datasets for path in dataset.meta.tokenizer_directories)
-    return TextMeta(**{**first.meta.__dict__, "tokenizer_directories": directories})
+    return replace(first.meta, tokenizer_directories=directories)
 
 
 def read_text_meta(directory: Path, fields: Fields) -> TextMeta:

@@ -29,6 +29,7 @@ from trp_scale.errors import DataError, escape_name
 from trp_scale.pretraining.modalities import modalities as known_modalities
 from trp_scale.pretraining.modalities.base import MapFiles
 from trp_scale.sharding.images.tars import find_tars, tar_members
+from trp_scale.sharding.parts import PortionReport
 from trp_scale.sharding.workers import Portion
 from trp_scale.storage.transfer import is_url
 
@@ -91,6 +92,30 @@ class Loaded:
     image: bytes | Image
     label: int | None = None
     maps: dict[str, bytes] = field(default_factory=dict)
+
+
+@dataclass(kw_only=True)
+class ImageReport(PortionReport):
+    """Counts of a portion of images.
+
+    Attributes:
+        images: number of stored images.
+        bytes: of these images, without maps.
+        pixels: of these images.
+        per_class: images by class number (a string, as in JSON).
+    """
+
+    images: int = 0
+    bytes: int = 0
+    pixels: int = 0
+    per_class: dict[str, int] = field(default_factory=dict)
+
+    def count(self, size: int, label: int | None) -> None:
+        """Count an image of `size` bytes."""
+        self.images += 1
+        self.bytes += size
+        if label is not None:
+            self.per_class[str(label)] = self.per_class.get(str(label), 0) + 1
 
 
 class UnusableError(Exception):

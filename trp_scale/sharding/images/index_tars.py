@@ -33,12 +33,12 @@ from trp_scale.data.index import (
 )
 from trp_scale.data.tars import PLACES, ExternalTar, open_stream, stat_tar, write_places
 from trp_scale.errors import DataError, escape_name, quote, shorten
-from trp_scale.sharding.images.files import SKIP_REASONS, UnusableError, list_members, make_key
+from trp_scale.sharding.images.files import SKIP_REASONS, ImageReport, UnusableError, list_members, make_key
 from trp_scale.sharding.images.reencode import open_image
 from trp_scale.sharding.images.settings import AUTO, IMAGE_MEMBERS, NONE, IndexConfig
 from trp_scale.sharding.images.tars import TarMember, find_tars, tar_members, unique_names
 from trp_scale.sharding.job import DataKind, ShardingJob
-from trp_scale.sharding.parts import Part, PortionReport, started_parts
+from trp_scale.sharding.parts import Part, started_parts
 from trp_scale.sharding.workers import Advance, start_sample
 from trp_scale.storage.files import remove_leftovers
 from trp_scale.storage.transfer import MAX_REQUESTS
@@ -47,29 +47,10 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(kw_only=True)
-class TarReport(PortionReport):
-    """Counts of indexed tars.
+class TarReport(ImageReport):
+    """Counts of indexed tars. `ignored`: members that are not read, by suffix."""
 
-    Attributes:
-        images: number of indexed images.
-        bytes: of these images.
-        pixels: of these images.
-        per_class: images by class number (a string, as in JSON).
-        ignored: members that are not read, by suffix.
-    """
-
-    images: int = 0
-    bytes: int = 0
-    pixels: int = 0
-    per_class: dict[str, int] = field(default_factory=dict)
     ignored: dict[str, int] = field(default_factory=dict)
-
-    def count(self, size: int, label: int | None) -> None:
-        """Count an image of `size` bytes."""
-        self.images += 1
-        self.bytes += size
-        if label is not None:
-            self.per_class[str(label)] = self.per_class.get(str(label), 0) + 1
 
 
 DECODED = ("JPEG", "MPO", "PNG", "WEBP")

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from trp_scale.data.images.maps import CLASS, IMAGE
@@ -22,6 +22,7 @@ from trp_scale.errors import shorten
 from trp_scale.sharding.images.files import (
     SKIP_REASONS,
     ImagePortion,
+    ImageReport,
     ImageSource,
     Listing,
     Loaded,
@@ -33,9 +34,8 @@ from trp_scale.sharding.images.inputs import list_input
 from trp_scale.sharding.images.reencode import Encoded, EncodeSettings, encode_sample
 from trp_scale.sharding.images.scenes import write_coco_scenes
 from trp_scale.sharding.images.settings import ShardImagesConfig
-from trp_scale.sharding.job import DataKind, ShardingJob
+from trp_scale.sharding.job import DataKind, ShardingJob, shard_sources, source_folders
 from trp_scale.sharding.parts import PortionReport, ShardWriter
-from trp_scale.sharding.sources import shard_sources, source_folders
 from trp_scale.sharding.workers import Advance, start_sample
 
 __all__ = ["ShardImagesConfig", "shard_images"]
@@ -130,35 +130,24 @@ def _description(config: ShardImagesConfig, listing: Listing) -> dict[str, objec
 
 
 @dataclass(kw_only=True)
-class ImageReport(PortionReport):
-    """Counts of a portion of images.
+class EncodedReport(ImageReport):
+    """Counts of a portion of encoded images.
 
     Attributes:
-        images: number of stored images.
         unchanged: images stored with the bytes of their file.
-        bytes: of the stored images, without maps.
-        pixels: of the stored images.
-        per_class: images by class number (a string, as in JSON).
         odd: images of an unusual size or shape.
         first_odd: location and size of the first of these.
     """
 
-    images: int = 0
     unchanged: int = 0
-    bytes: int = 0
-    pixels: int = 0
-    per_class: dict[str, int] = field(default_factory=dict)
     odd: int = 0
     first_odd: str = ""
 
-    def count(self, name: str, label: int | None, encoded: Encoded) -> None:
+    def count_encoded(self, name: str, label: int | None, encoded: Encoded) -> None:
         """Count a stored image."""
-        self.images += 1
+        self.count(len(encoded.image), label)
         self.unchanged += encoded.unchanged
-        self.bytes += len(encoded.image)
         self.pixels += encoded.size[0] * encoded.size[1]
-        if label is not None:
-            self.per_class[str(label)] = self.per_class.get(str(label), 0) + 1
         short, long = sorted(encoded.size)
         if short < SMALLEST_SIDE or long > LONGEST_SHAPE * short:
             self.odd += 1
@@ -167,17 +156,17 @@ class ImageReport(PortionReport):
     def add(self, other: PortionReport) -> None:
         """Add the counts of another portion."""
         super().add(other)
-        if isinstance(other, ImageReport):
+        if isinstance(other, EncodedReport):
             self.first_odd = self.first_odd or other.first_odd
 
 
-def _count_rows(total: ImageReport) -> dict[str, object]:
+def _count_rows(total: EncodedReport) -> dict[str, object]:
     """Return the counts in dataset.json."""
     counts = ("images", "unchanged", "bytes", "pixels", "per_class")
     return {"rows": total.images, "counts": {name: getattr(total, name) for name in counts}}
 
 
-def _warn(total: ImageReport) -> None:
+def _warn(total: EncodedReport) -> None:
     if total.odd:
         log.warning(
             "%d of %d images have a side below %d pixels or an aspect ratio above %d; they are stored, but little can "
@@ -187,7 +176,7 @@ def _warn(total: ImageReport) -> None:
 
 
 IMAGES = DataKind(
-    name="image", report=ImageReport, items="images", reasons=SKIP_REASONS, counted=_count_rows, warn=_warn
+    name="image", report=EncodedReport, items="images", reasons=SKIP_REASONS, counted=_count_rows, warn=_warn
 )
 
 
@@ -211,8 +200,8 @@ class _ImageWriter:
         self._source, self._settings, self._advance = source, settings, advance
         self._suffixes, self._classes = suffixes, classes
 
-    def __call__(self, portion: ImagePortion, shard: ShardWriter) -> ImageReport:
-        report = ImageReport()
+    def __call__(self, portion: ImagePortion, shard: ShardWriter) -> EncodedReport:
+        report = EncodedReport()
         for sample in portion.items:
             try:
                 if not start_sample(sample.origin):
@@ -226,12 +215,12 @@ class _ImageWriter:
             self._advance(sum(map(len, members.values())), 1)
         return report
 
-    def _sample(self, sample: Sample, report: ImageReport) -> tuple[dict[str, bytes], int | None]:
+    def _sample(self, sample: Sample, report: EncodedReport) -> tuple[dict[str, bytes], int | None]:
         """Return the members and the class."""
         loaded = self._source.read(sample)
         self._check(loaded)
         encoded = encode_sample(loaded, self._settings)
-        report.count(sample.origin, loaded.label, encoded)
+        report.count_encoded(sample.origin, loaded.label, encoded)
         members = {IMAGE: encoded.image, **encoded.maps}
         if loaded.label is not None:
             members[CLASS] = str(loaded.label).encode()

@@ -5,7 +5,6 @@ Each model makes one label shard per image shard. Threads decode and preprocess 
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 import zlib
@@ -59,8 +58,6 @@ __all__ = ["PseudoLabelConfig", "pseudo_label"]
 
 MAX_THREADS = 16
 """Maximum threads per process for reading and encoding."""
-
-log = logging.getLogger(__name__)
 
 
 def pseudo_label(config: PseudoLabelConfig) -> bool:

@@ -269,34 +269,35 @@ class PortionWriter:
         self.report.padding += first.size - int((first | text | last).sum())
 
 
-def write_portion(
-    portion: TextPortion,
-    shard: ShardWriter,
-    annotator: Annotator,
-    read: ReadSettings,
-    rows: RowSettings,
-    advance: Callable[[int, int, int], None],
-) -> TextReport:
-    """Fill the shard of a portion.
+class TextWriter:
+    """Worker that fills the shard of a portion; keeps the annotation cache.
 
     Args:
+        annotator, read, rows: settings of all portions.
         advance: called with increments of (documents, words, bytes); the bytes add up to the portion size.
     """
-    with _no_collection():
-        writer = PortionWriter(shard, shard_stem("text", portion.number), annotator, rows)
-        report = writer.report
-        reported = characters = 0
-        for document in read_portion(portion, read):
-            if not isinstance(document, Document):
-                detail = f"{document.reason}: {document.detail} found" if document.detail else ""
-                report.skip(document.reason, document.location, detail)
-                continue
-            writer.add_document(document)
-            advance(1, report.words - reported, len(document.text))
-            reported, characters = report.words, characters + len(document.text)
-        writer.finish()
-        advance(0, report.words - reported, portion.size - characters)
-    return report
+
+    def __init__(
+        self, annotator: Annotator, read: ReadSettings, rows: RowSettings, advance: Callable[[int, int, int], None]
+    ) -> None:
+        self._annotator, self._read, self._rows, self._advance = annotator, read, rows, advance
+
+    def __call__(self, portion: TextPortion, shard: ShardWriter) -> TextReport:
+        with _no_collection():
+            writer = PortionWriter(shard, shard_stem("text", portion.number), self._annotator, self._rows)
+            report = writer.report
+            reported = characters = 0
+            for document in read_portion(portion, self._read):
+                if not isinstance(document, Document):
+                    detail = f"{document.reason}: {document.detail} found" if document.detail else ""
+                    report.skip(document.reason, document.location, detail)
+                    continue
+                writer.add_document(document)
+                self._advance(1, report.words - reported, len(document.text))
+                reported, characters = report.words, characters + len(document.text)
+            writer.finish()
+            self._advance(0, report.words - reported, portion.size - characters)
+        return report
 
 
 @contextmanager

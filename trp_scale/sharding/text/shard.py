@@ -23,9 +23,8 @@ from trp_scale.data.text.tokenizer import (
     vocabulary_size,
 )
 from trp_scale.errors import DataError, shorten
-from trp_scale.sharding.job import DataKind, ShardingJob
-from trp_scale.sharding.parts import ShardingSettings, ShardWriter
-from trp_scale.sharding.sources import FOLDER, shard_sources, source_folders
+from trp_scale.sharding.job import FOLDER, DataKind, ShardingJob, shard_sources, source_folders
+from trp_scale.sharding.parts import ShardingSettings
 from trp_scale.sharding.text.annotate import (
     NOT_ENGLISH_SHARE,
     Annotator,
@@ -35,7 +34,7 @@ from trp_scale.sharding.text.annotate import (
 )
 from trp_scale.sharding.text.corpus import Corpus, TextPortion, embedded_documents, plan_corpus
 from trp_scale.sharding.text.documents import SKIP_REASONS, Document, ReadSettings, read_portion
-from trp_scale.sharding.text.rows import RowSettings, TextReport, write_portion
+from trp_scale.sharding.text.rows import RowSettings, TextReport, TextWriter
 from trp_scale.sharding.workers import Advance
 from trp_scale.storage.files import only_run, write_text
 
@@ -206,7 +205,7 @@ def _shard(config: ShardTextConfig, source: tuple[str, str] = ("", "")) -> Path:
         _make_tokenizer(config, corpus, read)
         rows = _row_settings(config)
         counters = ("documents", "words", "bytes")
-        job.make(corpus.portions, _TextWriter, (output, tagger_kind, read, rows), counters)
+        job.make(corpus.portions, _open_writer, (output, tagger_kind, read, rows), counters)
         finished = job.finish(_description(config, tagger_name, rows))
     if finished is not None:
         shards, total = len(finished[0]), finished[1]
@@ -311,17 +310,9 @@ def _row_settings(config: ShardTextConfig) -> RowSettings:
     )
 
 
-class _TextWriter:
-    """Worker that fills the shard of a portion; keeps tokenizer, tagger and annotation cache."""
-
-    def __init__(self, output: Path, tagger: str, read: ReadSettings, rows: RowSettings, advance: Advance) -> None:
-        # One thread: each process uses one core.
-        os.environ["TOKENIZERS_PARALLELISM"] = "false"
-        self._annotator = Annotator(load_for_sharding(output / "tokenizer"), make_tagger(tagger))
-        self._read, self._rows, self._advance = read, rows, advance
-
-    def __call__(self, portion: TextPortion, shard: ShardWriter) -> TextReport:
-        return write_portion(portion, shard, self._annotator, self._read, self._rows, self._advance)
+def _open_writer(output: Path, tagger: str, read: ReadSettings, rows: RowSettings, advance: Advance) -> TextWriter:
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # each process uses one core
+    return TextWriter(Annotator(load_for_sharding(output / "tokenizer"), make_tagger(tagger)), read, rows, advance)
 
 
 def _description(config: ShardTextConfig, tagger: str, rows: RowSettings) -> dict[str, object]:
