@@ -9,7 +9,7 @@ import os
 import threading
 import zlib
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -23,10 +23,10 @@ from torch import Tensor
 
 from trp_scale.data.images.dataset import decode_image, jpeg_size
 from trp_scale.data.images.formats import Map, write_png
-from trp_scale.data.images.maps import OWN_TAR
+from trp_scale.data.images.maps import IMAGE, OWN_TAR
 from trp_scale.data.index import index_path, read_index, read_index_document
 from trp_scale.data.raw_files import read_dataset
-from trp_scale.data.samples import SampleTable, read_samples
+from trp_scale.data.samples import read_samples
 from trp_scale.data.tar_reader import SampleReader
 from trp_scale.errors import DataError
 from trp_scale.pretraining.modalities.base import Size
@@ -148,55 +148,6 @@ class Prepared:
     flaw: str = ""
 
 
-class ImagePreparer:
-    """Reader and preprocessor of the images of one shard. Thread-safe.
-
-    Args:
-        table: samples of the shard; the first column is the image.
-        labeller: the model.
-    """
-
-    def __init__(self, table: SampleTable, labeller: Labeller) -> None:
-        self._table = table
-        self._labeller = labeller
-        self._local = threading.local()  # one reader per thread: readers keep files open
-
-    def __call__(self, image: int) -> Prepared:
-        """Prepare an image by its index in the shard.
-
-        Raises:
-            DataError: the shard cannot be read. A damaged image gets a flaw instead.
-        """
-        if not hasattr(self._local, "reader"):
-            self._local.reader = SampleReader(self._table, verify=False)
-        content = bytearray()
-        try:
-            (content,) = self._local.reader.members(image)
-            if zlib.crc32(content) != int(self._table.checksums[image, 0]):  # else a wrong label would be stored
-                raise DataError("checksum differs from the index")
-            pixels = decode_image(content)
-        except DataError as error:
-            if isinstance(error.__cause__, OSError):  # storage error, not a damaged image
-                raise
-            return Prepared(size=jpeg_size(content), flaw=str(error))
-        size, values = (pixels.shape[1], pixels.shape[2]), self._labeller.prepare(pixels)
-        return Prepared(size=size, flaw=values) if isinstance(values, str) else Prepared(size=size, inputs=values)
-
-
-def iterate_windows(
-    pool: ThreadPoolExecutor, preparer: ImagePreparer, images: int, window: int
-) -> Iterator[tuple[range, list[Prepared]]]:
-    """Yield windows of prepared images in order, while the pool prepares the next window."""
-    waiting = deque(range(start, min(start + window, images)) for start in range(0, images, window))
-    pending: deque[tuple[range, list[Future[Prepared]]]] = deque()
-    while waiting or pending:
-        while waiting and len(pending) < 2:
-            places = waiting.popleft()
-            pending.append((places, [pool.submit(preparer, position) for position in places]))
-        places, futures = pending.popleft()
-        yield places, [future.result() for future in futures]
-
-
 def batch_by_shape(inputs: Sequence[Tensor | None], batch: int) -> list[list[int]]:
     """Return indices of inputs in batches of equal shape, ordered by the first appearance of the shape."""
     by_shape: dict[tuple[int, ...], list[int]] = {}
@@ -268,18 +219,8 @@ class LabelWorker:
         tar, images = self._output / shard, self._output.parent / OWN_TAR / shard
         index_path(tar).unlink(missing_ok=True)  # stale, or of a truncated tar
         with new_tar(tar, report_path(self._output, tar.stem)) as writer, ThreadPoolExecutor(self._threads) as pool:
-            table, _ = read_samples(
-                images.parent, [shard], self._suffixes, rows_per_block=1, opened=("jpg",), use_index=False
-            )
-            stream = LabelStream(self._labeller, writer, images, pool, self._batch)
-            pending: deque[WindowOfLabels] = deque()
-            ahead = iterate_windows(pool, ImagePreparer(table, self._labeller), table.rows, WINDOW * self._batch)
-            for places, prepared in ahead:
-                pending.append(stream.start(places, prepared))
-                if len(pending) > 1:  # the device runs the next window while this one is encoded
-                    self._advance(stream.finish(pending.popleft()))
-            while pending:
-                self._advance(stream.finish(pending.popleft()))
+            stream = LabelStream(self._labeller, writer, images, self._suffixes, pool, self._batch)
+            stream.run(self._advance)
             writer.report = dict(vars(stream.report))
 
 
@@ -299,13 +240,14 @@ class WindowOfLabels:
 
 
 class LabelStream:
-    """Writer of the labels of one shard.
+    """Reader of the images of one shard and writer of their labels.
 
     Args:
         labeller: the model.
         shard: new shard of labels.
         images: tar of the images.
-        pool: threads for encoding.
+        suffixes: members of an image sample.
+        pool: threads for reading, preprocessing and encoding.
         batch: batch size.
 
     Attributes:
@@ -313,11 +255,56 @@ class LabelStream:
     """
 
     def __init__(
-        self, labeller: Labeller, shard: ShardWriter, images: Path, pool: ThreadPoolExecutor, batch: int
+        self,
+        labeller: Labeller,
+        shard: ShardWriter,
+        images: Path,
+        suffixes: tuple[str, ...],
+        pool: ThreadPoolExecutor,
+        batch: int,
     ) -> None:
         self._labeller, self._shard, self._pool, self._batch = labeller, shard, pool, batch
+        self._table, _ = read_samples(images.parent, [images.name], suffixes, 1, opened=(IMAGE,), use_index=False)
         self._name, self._keys = images.stem, [block.key for block in read_index(images).blocks]
+        self._local = threading.local()  # one reader per thread: readers keep files open
         self.report = LabelReport(digest=digest_of_images(images))
+
+    def run(self, advance: Advance) -> None:
+        """Label all images. The device runs a window while the next one is prepared and the last one is encoded."""
+        count, window = self._table.rows, WINDOW * self._batch
+        preparing: deque[tuple[range, list[Future[Prepared]]]] = deque()
+        running: deque[WindowOfLabels] = deque()
+        waiting = deque(range(first, min(first + window, count)) for first in range(0, count, window))
+        while waiting or preparing or running:
+            while waiting and len(preparing) < 2:
+                places = waiting.popleft()
+                preparing.append((places, [self._pool.submit(self._prepare, position) for position in places]))
+            if preparing:
+                places, futures = preparing.popleft()
+                running.append(self.start(places, [future.result() for future in futures]))
+            if len(running) > 1 or not preparing:
+                advance(self.finish(running.popleft()))
+
+    def _prepare(self, image: int) -> Prepared:
+        """Read and preprocess an image by its index in the shard. Thread-safe.
+
+        Raises:
+            DataError: the shard cannot be read. A damaged image gets a flaw instead.
+        """
+        if not hasattr(self._local, "reader"):
+            self._local.reader = SampleReader(self._table, verify=False)
+        content = bytearray()
+        try:
+            (content,) = self._local.reader.members(image)
+            if zlib.crc32(content) != int(self._table.checksums[image, 0]):  # else a wrong label would be stored
+                raise DataError("checksum differs from the index")
+            pixels = decode_image(content)
+        except DataError as error:
+            if isinstance(error.__cause__, OSError):  # storage error, not a damaged image
+                raise
+            return Prepared(size=jpeg_size(content), flaw=str(error))
+        size, values = (pixels.shape[1], pixels.shape[2]), self._labeller.prepare(pixels)
+        return Prepared(size=size, flaw=values) if isinstance(values, str) else Prepared(size=size, inputs=values)
 
     def start(self, places: range, prepared: list[Prepared]) -> WindowOfLabels:
         """Queue the images of a window on the device, without waiting."""

@@ -223,23 +223,23 @@ PROBE: Size = (48, 64)
 """(H, W) of the grey test image; not square, to detect swapped sides."""
 
 
+@dataclass(frozen=True, kw_only=True)
 class InFlight:
-    """Maps of a batch, being copied to the host."""
+    """Maps of a batch, being copied to the host: all pixels in a row, clipped pixels and (H, W) of each image."""
 
-    def __init__(self, maps: Tensor, clipped: Tensor, sizes: Sequence[Size], copied: torch.cuda.Event | None) -> None:
-        self._maps = maps
-        self._clipped = clipped
-        self._sizes = sizes
-        self._copied = copied
+    pixels: Tensor
+    clipped: Tensor
+    sizes: Sequence[Size]
+    copied: torch.cuda.Event | None = None
 
     def wait(self, dtype: type[np.generic]) -> list[tuple[Map, int]]:
         """Wait for the copy; return (map [H, W], number of clipped pixels) of each image."""
-        if self._copied is not None:
-            self._copied.synchronize()
-        lengths = [height * width for height, width in self._sizes]
-        pieces = np.split(self._maps.numpy().astype(dtype), np.cumsum(lengths)[:-1])
-        maps = [piece.reshape(size) for piece, size in zip(pieces, self._sizes, strict=True)]
-        return list(zip(maps, self._clipped.tolist(), strict=True))
+        if self.copied is not None:
+            self.copied.synchronize()
+        lengths = [height * width for height, width in self.sizes]
+        pieces = np.split(self.pixels.numpy().astype(dtype), np.cumsum(lengths)[:-1])
+        maps = [piece.reshape(size) for piece, size in zip(pieces, self.sizes, strict=True)]
+        return list(zip(maps, self.clipped.tolist(), strict=True))
 
 
 class Labeller:
@@ -342,9 +342,9 @@ class Labeller:
                 f"--batch. Finished shards stay"
             ) from error
         if not on_gpu:
-            return InFlight(numbers, clipped, sizes, None)
+            return InFlight(pixels=numbers, clipped=clipped, sizes=sizes)
         # One asynchronous copy for all maps of the batch.
         numbers, clipped = (map_.to("cpu", non_blocking=True) for map_ in (numbers, clipped))
         copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
         copied.record(torch.cuda.current_stream(self._device))
-        return InFlight(numbers, clipped, sizes, copied)
+        return InFlight(pixels=numbers, clipped=clipped, sizes=sizes, copied=copied)
