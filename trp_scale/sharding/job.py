@@ -192,7 +192,6 @@ class ShardingJob(Generic[ReportT]):
     Args:
         output: directory of the data set.
         identity: settings that determine the bytes of the data set.
-        patience: seconds to wait for another run of the same part.
 
     Raises:
         DataError: the directory contains anything but a data set of these settings.
@@ -204,13 +203,11 @@ class ShardingJob(Generic[ReportT]):
         output: Path,
         kind: DataKind[ReportT],
         identity: Mapping[str, object],
-        patience: float = 0.0,
     ) -> None:
         self.output = output
         self.identity = dict(identity)
         self.part = settings.own_part()
-        self._settings, self._patience = settings, patience
-        self._kind = kind
+        self._settings, self._kind = settings, kind
         self._document: dict[str, object] = {}
         self._refuse_other_content()
 
@@ -221,7 +218,7 @@ class ShardingJob(Generic[ReportT]):
         Raises:
             DataError: another process holds the lock.
         """
-        with only_run(self.output, self.part.lock, patience=self._patience):
+        with only_run(self.output, self.part.lock):
             yield
         if (self.output / "dataset.json").exists():
             with suppress(OSError):  # not empty while other parts hold their locks

@@ -88,20 +88,6 @@ class SpreadSettings:
         return Part(count=self.num_shards, index=self.shard_index)
 
 
-@dataclass(kw_only=True)
-class ShardingSettings(SpreadSettings):
-    """Settings of every kind of data set."""
-
-    output: Path
-    """Directory of the data set. A stopped run resumes there; other settings or inputs are refused."""
-    patience: float = 0.0
-    """Seconds to wait for another run of the same part. On shared storage, the lock of a lost machine can remain for a
-    while."""
-
-    def check(self) -> None:
-        """Raise DataError with the flag of an invalid setting."""
-
-
 @dataclass(frozen=True, order=True)
 class Part:
     """Part `index` (from 0) of `count`. A single run is part 0 of 1."""

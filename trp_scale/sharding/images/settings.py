@@ -12,15 +12,17 @@ from trp_scale.config.flags import TakesModalities, TakesModules
 from trp_scale.config.registry import check_settings, non_default_values, preparation_sections, setting
 from trp_scale.data.images.maps import map_formats
 from trp_scale.errors import DataError, RefusedError
-from trp_scale.sharding.parts import ShardingSettings, SpreadSettings
+from trp_scale.sharding.parts import SpreadSettings
 
 
 @dataclass(kw_only=True)
-class ShardImagesConfig(ShardingSettings, TakesModalities):
+class ShardImagesConfig(SpreadSettings, TakesModalities):
     """Shard images for pre-training, with optional classes and aligned maps such as depth and segmentation."""
 
     part: ClassVar[Literal["files", "labels"]] = "files"
 
+    output: Path
+    """Directory of the data set. A stopped run resumes there; other settings or inputs are refused."""
     inputs: list[str] = field(default_factory=list)
     """One of: a folder of images (sub-folders are classes, numbered by sorted name; a flat folder has none); tars with
     .jpg, .jpeg or .png and .cls members (files, globs, or a folder of them); a directory written by

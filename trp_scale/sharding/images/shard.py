@@ -57,7 +57,7 @@ def shard_images(config: ShardImagesConfig) -> Path:
     if config.coco:
         return write_coco_scenes(config.output, count=config.count, size=config.size, seed=config.seed)
     identity = config.identity()
-    job = ShardingJob(config, config.output, IMAGES, identity, config.patience)
+    job = ShardingJob(config, config.output, IMAGES, identity)
     listing = list_input(config)
     with job.only_run():
         portions = cut_into_portions(listing.samples, config.samples_per_shard, config.rows_per_block)

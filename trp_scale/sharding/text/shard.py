@@ -24,7 +24,7 @@ from trp_scale.data.text.tokenizer import (
 )
 from trp_scale.errors import DataError, shorten
 from trp_scale.sharding.job import FOLDER, DataKind, ShardingJob, shard_sources, source_folders
-from trp_scale.sharding.parts import ShardingSettings
+from trp_scale.sharding.parts import SpreadSettings
 from trp_scale.sharding.text.annotate import (
     NOT_ENGLISH_SHARE,
     Annotator,
@@ -54,9 +54,11 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(kw_only=True)
-class ShardTextConfig(ShardingSettings):
+class ShardTextConfig(SpreadSettings):
     """Tag, tokenize and shard English text for pre-training."""
 
+    output: Path
+    """Directory of the data set. A stopped run resumes there; other settings or inputs are refused."""
     inputs: list[str] = field(default_factory=list)
     """Text files, JSON lines (.jsonl, .ndjson, .json), both optionally gzipped (.gz), parquet, folders of these, globs,
     or directories written by datasets.save_to_disk. A gzipped file becomes one shard."""
@@ -193,7 +195,7 @@ def _shard(config: ShardTextConfig, source: tuple[str, str] = ("", "")) -> Path:
     identity = {"tagger": tagger_name, "tokenizer": _tokenizer_fingerprint(config), **config.identity()}
     if source[0]:
         identity["source"] = list(source)
-    job = ShardingJob(config, output, TEXT, identity, config.patience)
+    job = ShardingJob(config, output, TEXT, identity)
     with job.only_run():
         embedded = job.own_file("embedded", ".jsonl")
         corpus = _plan(config, embedded)
