@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from trp_scale.sharding.images.shard import ShardImagesConfig, shard_images
 from trp_scale.sharding.text.corpus import embedded_documents
 from trp_scale.sharding.text.shard import ShardTextConfig, shard_text
 
 
-def small_text_config(source: Path, output: Path) -> ShardTextConfig:
+def small_text_config(source: Path, output: Path, **changes: Any) -> ShardTextConfig:
     """Settings of `small_text_dataset`."""
-    return ShardTextConfig(
+    config = ShardTextConfig(
         inputs=[str(source)],
         output=output,
         tagger="textblob",
@@ -24,6 +25,7 @@ def small_text_config(source: Path, output: Path) -> ShardTextConfig:
         processes=1,
         progress=False,
     )
+    return replace(config, **changes)
 
 
 def small_text_dataset(
@@ -54,8 +56,23 @@ def small_text_dataset(
         if left <= 0:
             break
     source.write_text("".join(lines), encoding="utf-8")
-    config = replace(small_text_config(source, directory), length=length, vocab_size=vocab_size, pack=pack)
-    return shard_text(replace(config, rows_per_block=rows_per_block, shard_bytes=shard_bytes))
+    changes = {"length": length, "vocab_size": vocab_size, "rows_per_block": rows_per_block}
+    return shard_text(small_text_config(source, directory, **changes, shard_bytes=shard_bytes, pack=pack))
+
+
+def small_image_config(output: Path, **changes: Any) -> ShardImagesConfig:
+    """Settings of `small_image_dataset`."""
+    config = ShardImagesConfig(
+        output=output,
+        embedded=True,
+        count=96,
+        size=32,
+        rows_per_block=8,
+        samples_per_shard=32,
+        processes=1,
+        progress=False,
+    )
+    return replace(config, **changes)
 
 
 def small_image_dataset(
@@ -72,16 +89,5 @@ def small_image_dataset(
 
     Members of each sample: jpg, cls (eight classes, number % 8), depth.png, semseg.png.
     """
-    return shard_images(
-        ShardImagesConfig(
-            output=directory,
-            embedded=True,
-            count=count,
-            size=size,
-            seed=seed,
-            rows_per_block=rows_per_block,
-            samples_per_shard=samples_per_shard,
-            processes=1,
-            progress=False,
-        )
-    )
+    changes = {"count": count, "size": size, "seed": seed, "rows_per_block": rows_per_block}
+    return shard_images(small_image_config(directory, **changes, samples_per_shard=samples_per_shard))

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.fixtures import small_text_dataset
-from tests.unit.sharding.pseudo_labels.labelled import Models, files, label, nine_images
+from tests.unit.sharding.pseudo_labels.conftest import Models, files, label, nine_images
 from tests.unit.sharding.pseudo_labels.tiny_models import depth_anything, mask2former
 from tests.unit.sharding.test_parts import content, text_part
 from trp_scale.errors import DataError

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from trp_scale.config import Config
 from trp_scale.core.batch import Batch
 from trp_scale.data.binary_index import OrderBlocks
+from trp_scale.data.plan import Blocks, MixtureMember
 from trp_scale.data.samples import SampleTable, read_samples
 from trp_scale.data.text.dataset import SUFFIXES
 from trp_scale.pretraining.base import open_sources
@@ -29,6 +32,11 @@ FIELDS = {
 def table_of(dataset: Path) -> tuple[SampleTable, OrderBlocks]:
     shards = sorted(path.name for path in (dataset / "shards").glob("*.tar"))
     return read_samples(dataset / "shards", shards, SUFFIXES, None)
+
+
+def whole_member(blocks: Blocks, name: str = "") -> MixtureMember:
+    """All blocks of a data set, with weight 1."""
+    return MixtureMember(name=name, weight=Fraction(1), table=blocks, chosen=np.ones(len(blocks.rows), dtype=np.bool_))
 
 
 def field_of(batch: Batch, name: str) -> torch.Tensor:

@@ -7,21 +7,20 @@ import pickle
 import shutil
 from collections.abc import Callable
 from dataclasses import fields
-from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tests.grids import always
-from tests.unit.data import loaded, stored
+from tests.unit.data import stored
 from tests.unit.data.images import stored as images
+from tests.unit.data.loaded import whole_member
 from trp_scale.cli.main import main
 from trp_scale.data import binary_index
 from trp_scale.data.binary_index import NAME, find_index
 from trp_scale.data.images.dataset import ImageDataset, open_image_dataset
 from trp_scale.data.index import index_path, read_json, write_json
-from trp_scale.data.plan import MixtureMember, TrainPlan
+from trp_scale.data.plan import TrainPlan
 from trp_scale.data.samples import read_samples
 from trp_scale.data.tar_reader import SampleReader
 from trp_scale.data.text.dataset import open_text_dataset
@@ -77,14 +76,6 @@ def test_text_is_the_same_with_it(text: Path) -> None:
     assert plain.digest() == mapped.digest()
 
 
-@pytest.mark.parametrize("workers", always([0, 1], 0))
-def test_global_batches_of_text_are_the_same_with_it(text: Path, workers: int) -> None:
-    config = stored.config_for(text, data={"workers": workers})
-    plain = loaded.steps(config, world=2, count=3)
-    indexed(text)
-    loaded.assert_same(plain, loaded.steps(config, world=2, count=3))
-
-
 def test_maps_beside_images_and_members_that_are_not_read(tmp_path: Path) -> None:
     """Columns of the first and the last of three members, and one of a directory of maps."""
     samples = [
@@ -105,8 +96,7 @@ def test_maps_beside_images_and_members_that_are_not_read(tmp_path: Path) -> Non
 def test_workers_map_the_file_themselves(tmp_path: Path) -> None:
     samples = [images.sample(number, 1, 1) for number in range(400)]
     dataset = open_image_dataset(indexed(images.write_images(tmp_path / "data", [samples])))
-    member = MixtureMember(name="", weight=Fraction(1), table=dataset.blocks, chosen=np.ones(100, dtype=np.bool_))
-    plan = TrainPlan(seed=0, members=[member], blocks_per_group=4)
+    plan = TrainPlan(seed=0, members=[whole_member(dataset.blocks)], blocks_per_group=4)
     assert len(pickle.dumps((dataset.samples, dataset.blocks, plan))) < 2_500  # arrays: 400 x 40 + 100 x 20 bytes
     places = np.arange(900)
     assert pickle.loads(pickle.dumps(plan)).locate(places).keys.tolist() == plan.locate(places).keys.tolist()

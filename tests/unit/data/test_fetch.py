@@ -91,10 +91,24 @@ def test_close_ends_a_worker_that_does_not_answer(train: TrainSource) -> None:
     assert gone(workers[0], within=60.0)
 
 
+RUN = """
+import multiprocessing, sys, time
+from tests.unit.data.stored import config_for
+from trp_scale.pretraining.base import open_sources
+
+sources = open_sources(config_for(sys.argv[1], data={"workers": 2}), rank=0, world=1)
+sources.train.next_window()
+print(*(child.pid for child in multiprocessing.active_children()), flush=True)
+if sys.argv[2] == "fail":
+    raise RuntimeError(f"a fault while {sources} is open")  # which the traceback keeps alive
+time.sleep(600)
+"""
+
+
 def training_process(dataset: Path, then: str) -> tuple[subprocess.Popen[str], list[int]]:
     """A process that has taken a window, and its two workers."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "tests.unit.data.loading", str(dataset), "2", then],
+        [sys.executable, "-c", RUN, str(dataset), then],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,

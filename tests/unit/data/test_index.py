@@ -7,13 +7,21 @@ from pathlib import Path
 import pytest
 
 from tests.unit.data.images.stored import sample, write_images
+from tests.unit.data.stored import config_for, dataset_with, members
 from trp_scale.data.images.dataset import open_image_dataset
 from trp_scale.data.index import read_json, write_json
 from trp_scale.errors import DataError
+from trp_scale.pretraining.base import open_sources
 
 
 def both(**member: int) -> dict[str, dict[str, int]]:
     return {"jpg": member, "cls": member}
+
+
+def rewrite_index(path: Path, block: int, changes: dict[str, object]) -> None:
+    document = read_json(path)
+    document["blocks"][block] |= changes
+    write_json(path, document)
 
 
 @pytest.mark.parametrize(
@@ -30,21 +38,23 @@ def both(**member: int) -> dict[str, dict[str, int]]:
 )
 def test_wrong_indexes_are_refused(tmp_path: Path, changes: dict[str, object], message: str) -> None:
     data = write_images(tmp_path / "data", [[sample(0, 8, 8), sample(1, 8, 8)]])
-    path = data / "shards" / "image-000000.index.json"
-    document = read_json(path)
-    document["blocks"][1].update(changes)
-    write_json(path, document)
+    rewrite_index(data / "shards" / "image-000000.index.json", 1, changes)
     with pytest.raises(DataError, match=message):
         open_image_dataset(data)
 
 
-def test_an_index_without_classes_is_refused_in_one_line(tmp_path: Path) -> None:
-    """Format 1 had none."""
+@pytest.mark.parametrize("change", [{"rows": True}, {"rows": 0}, {"label": "x"}, {"more": 1}], ids=str)
+def test_a_block_of_text_with_other_fields_is_refused(tmp_path: Path, change: dict[str, object]) -> None:
+    dataset = dataset_with(tmp_path / "data", x=members())
+    rewrite_index(dataset / "shards" / "text-000000.index.json", 0, change)
+    with pytest.raises(DataError, match="block x"):
+        open_sources(config_for(dataset), rank=0, world=1)
+
+
+def test_an_index_of_another_format_is_refused_in_one_line(tmp_path: Path) -> None:
     data = write_images(tmp_path / "data", [[sample(0, 8, 8)]])
     path = data / "shards" / "image-000000.index.json"
-    document = read_json(path)
-    del document["blocks"][0]["label"]
-    write_json(path, {**document, "format": 1})
+    write_json(path, {**read_json(path), "format": 1})
     with pytest.raises(DataError) as raised:
         open_image_dataset(data)
     assert str(raised.value).startswith(f"{path}: format 1 ") and "\n" not in str(raised.value)

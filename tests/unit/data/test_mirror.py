@@ -51,12 +51,8 @@ def test_rows_are_those_of_the_local_data_set(workers: int, stored: Path, cache:
     place = cache.joinpath("file", *stored.parts[1:])
     assert local_directory(url) == place
     assert sorted(path.name for path in (place / "shards").glob("*.tar")) == [f"text-00000{n}.tar" for n in range(4)]
-
-
-def test_the_digest_is_that_of_the_local_data_set(stored: Path) -> None:
-    """So a run that began on one goes on on the other."""
-    ours, theirs = (open_sources(config_for(path), rank=0, world=1) for path in (f"file://{stored}", stored))
-    assert ours.digest() == theirs.digest()
+    here, there = (open_sources(config_for(path), rank=0, world=1) for path in (url, stored))
+    assert here.digest() == there.digest(), "a run that began on one goes on on the other"
 
 
 def test_one_index_comes_in_place_of_one_for_each_tar(stored: Path) -> None:
@@ -85,14 +81,6 @@ def test_few_tars_are_kept_open_that_the_cache_cannot_hold_all(tmp_path: Path, m
         for number in (0, 1, 2, 3, 4, 0):
             assert found.members(number)[0] == sample(number, 8, 8)["jpg"]
         assert len(found._files) == expected
-
-
-def test_a_small_cache_reads_tars_again(stored: Path, monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
-    sizes = [path.stat().st_size for path in (stored / "shards").glob("*.tar")]
-    monkeypatch.setenv("TRP_SCALE_CACHE_GB", str(1.2 * max(sizes) / 1e9))
-    ours = steps(config_for(f"file://{stored}"), world=1, count=4)
-    assert_same(ours, steps(config_for(stored), world=1, count=4))
-    assert sum(path.stat().st_size for path in cache.rglob("*.tar")) <= 1.2 * max(sizes)
 
 
 @pytest.mark.parametrize("damage", [lambda content: content[:-512], lambda content: bytes(len(content))])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from tests.unit.data.loaded import assert_same, joined, steps
+from tests.unit.data.loaded import assert_same, joined, steps, whole_member
 from tests.unit.data.stored import config_for, write_dataset
 from trp_scale.config import Config
 from trp_scale.core.batch import Batch
 from trp_scale.data.hashing import Integers, name_hash
-from trp_scale.data.plan import ByBlock, MixtureMember, Order, TrainPlan, row_identities
+from trp_scale.data.plan import ByBlock, Order, TrainPlan, row_identities
 from trp_scale.data.prefetch import Share
 from trp_scale.distributed.launchers import NodeRanks, ranks_of_node
 from trp_scale.pretraining.base import open_sources
@@ -104,10 +103,7 @@ class Table:
 
 def plan_of(*tables: Table) -> TrainPlan:
     names = [""] if len(tables) == 1 else [f"m{number}" for number in range(len(tables))]
-    members = [
-        MixtureMember(name=name, weight=Fraction(1), table=table, chosen=np.ones(len(table.rows), dtype=np.bool_))
-        for name, table in zip(names, tables, strict=True)
-    ]
+    members = [whole_member(table, name) for name, table in zip(names, tables, strict=True)]
     return TrainPlan(seed=3, members=members, blocks_per_group=4)
 
 

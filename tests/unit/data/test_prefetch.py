@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from fractions import Fraction
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,11 +15,11 @@ import pytest
 
 from tests.faulty_server import directory, faulty_server
 from tests.grids import always
-from tests.unit.data.loaded import assert_same, steps
+from tests.unit.data.loaded import assert_same, steps, whole_member
 from tests.unit.data.stored import config_for, write_dataset
 from trp_scale.data import prefetch as ahead
 from trp_scale.data.mirror import local_directory
-from trp_scale.data.plan import HeldOutPlan, MixtureMember, TrainPlan
+from trp_scale.data.plan import HeldOutPlan, TrainPlan
 from trp_scale.data.prefetch import TarsAhead, tars_ahead
 from trp_scale.data.text.dataset import TextDataset, open_text_dataset
 from trp_scale.errors import RefusedError
@@ -39,10 +39,12 @@ def stored(tmp_path: Path) -> Path:
 
 
 def opened(stored: Path) -> tuple[TextDataset, TrainPlan]:
-    dataset = open_text_dataset(local_directory(f"file://{stored}"))
-    chosen = np.ones(TARS, dtype=np.bool_)
-    member = MixtureMember(name="", weight=Fraction(1), table=dataset.blocks, chosen=chosen)
-    return dataset, TrainPlan(seed=0, members=[member], blocks_per_group=2)
+    return opened_at(f"file://{stored}")
+
+
+def opened_at(url: str) -> tuple[TextDataset, TrainPlan]:
+    dataset = open_text_dataset(local_directory(url))
+    return dataset, TrainPlan(seed=0, members=[whole_member(dataset.blocks)], blocks_per_group=2)
 
 
 def until(there: Callable[[], bool]) -> None:
@@ -92,8 +94,7 @@ def test_no_more_than_half_of_the_cache(stored: Path, cache: Path, monkeypatch: 
 
 def test_a_pass_over_what_is_held_out_ends(stored: Path) -> None:
     dataset, _ = opened(stored)
-    chosen = np.arange(TARS) >= 9
-    plan = HeldOutPlan(members=[MixtureMember(name="", weight=Fraction(1), table=dataset.blocks, chosen=chosen)])
+    plan = HeldOutPlan(members=[replace(whole_member(dataset.blocks), chosen=np.arange(TARS) >= 9)])
     fetching = TarsAhead(plan, [dataset])
     assert [each.tar.name for _, each in fetching._missing(0)] == [f"text-{number:06d}.tar" for number in (9, 10, 11)]
     fetching.close()
@@ -131,9 +132,7 @@ def test_what_the_cache_did_is_counted(workers: int, stored: Path, monkeypatch: 
 
 def test_an_error_is_met_by_who_reads_the_tar(stored: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with faulty_server(directory(stored.parent)) as (url, faults):
-        dataset = open_text_dataset(local_directory(f"{url}/books"))
-        member = MixtureMember(name="", weight=Fraction(1), table=dataset.blocks, chosen=np.ones(TARS, dtype=np.bool_))
-        plan = TrainPlan(seed=0, members=[member], blocks_per_group=2)
+        dataset, plan = opened_at(f"{url}/books")
         last = order(dataset, plan, 0, 60)[-1]
         faults.of[last] = ["500"] * 1000
         sources = open_sources(config_for(f"{url}/books"), rank=0, world=1)

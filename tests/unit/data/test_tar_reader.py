@@ -152,14 +152,3 @@ def test_an_index_that_shrank_is_named(tmp_path: Path) -> None:
     write_tar(data / "shards" / "image-000000.tar", [sample(0, 8, 8)])
     with pytest.raises(DataError, match=r"image-000000\.tar: 1 "):
         table.key(1)
-
-
-@pytest.mark.parametrize("change", [{"rows": True}, {"rows": 0}, {"label": "x"}, {"more": 1}], ids=str)
-def test_a_block_with_other_fields_is_refused(tmp_path: Path, change: dict[str, object]) -> None:
-    dataset = dataset_with(tmp_path / "data", x=members())
-    index = index_path(dataset / "shards" / "text-000000.tar")
-    document = json.loads(index.read_text())
-    document["blocks"][0] |= change
-    index.write_text(json.dumps(document))
-    with pytest.raises(DataError, match="block x"):
-        open_sources(config_for(dataset), rank=0, world=1)

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from tests.fixtures import small_text_config
 from tests.unit.sharding.test_parts import ROOT, content, image_part, text_part
 from trp_scale.data.index import read_json
 from trp_scale.data.mixture import parse_paths
@@ -25,18 +26,6 @@ from trp_scale.sharding.images.shard import shard_images
 from trp_scale.sharding.job import MIXTURE
 from trp_scale.sharding.text.shard import ShardTextConfig, shard_text
 from trp_scale.sharding.verify import merge
-
-
-def test_text_in_parts_in_any_order_is_the_same_data_set(text_dataset: Path, tmp_path: Path) -> None:
-    output = tmp_path / "data"
-    for index in (2, 0, 1):
-        text_part(text_dataset, output, index)
-        assert not (output / "dataset.json").exists()
-    merge(output)
-    assert content(output) == content(text_dataset)
-    merge(output)
-    text_part(text_dataset, output, 1)  # of a finished data set nothing is left to do
-    assert content(output) == content(text_dataset)
 
 
 def test_skipped_images_are_counted_once_however_many_parts_there_are(tmp_path: Path) -> None:
@@ -97,16 +86,7 @@ TEXTS = {"books": ["A cat sat on the mat. It slept."] * 6, "wiki news": ["Dogs b
 
 
 def config(inputs: Path, output: Path, field: str) -> ShardTextConfig:
-    return ShardTextConfig(
-        inputs=[str(inputs)],
-        output=output,
-        source_field=field,
-        vocab_size=100,
-        length=32,
-        processes=1,
-        progress=False,
-        tagger="textblob",
-    )
+    return small_text_config(inputs, output, source_field=field, vocab_size=100, length=32)
 
 
 def write_lines(path: Path, *further: dict[str, object]) -> Path:

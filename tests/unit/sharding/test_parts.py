@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.fixtures import small_text_config
+from tests.fixtures import small_image_config, small_text_config
 from trp_scale.data.index import read_json
 from trp_scale.errors import DataError
-from trp_scale.sharding.images.settings import ShardImagesConfig
 from trp_scale.sharding.images.shard import shard_images
 from trp_scale.sharding.parts import Part, started_parts
 from trp_scale.sharding.text.shard import shard_text
@@ -28,27 +26,17 @@ def content(directory: Path) -> dict[str, bytes]:
 
 def text_part(text: Path, output: Path, index: int, count: int = 3, **changes: Any) -> None:
     """Make a part with the settings of `text`."""
-    config = small_text_config(text.with_suffix(".jsonl"), output)
-    shard_text(replace(config, shard_index=index, num_shards=count, **changes))
+    shard_text(small_text_config(text.with_suffix(".jsonl"), output, shard_index=index, num_shards=count, **changes))
 
 
 def image_part(output: Path, index: int, parts: int = 3, **changes: Any) -> None:
-    config = ShardImagesConfig(
-        output=output,
-        embedded=True,
-        count=48,
-        size=32,
-        rows_per_block=8,
-        samples_per_shard=8,
-        processes=1,
-        progress=False,
-        shard_index=index,
-        num_shards=parts,
-    )
-    shard_images(replace(config, **changes))
+    changes = {"count": 48, "samples_per_shard": 8, "shard_index": index, "num_shards": parts, **changes}
+    shard_images(small_image_config(output, **changes))
 
 
-def test_missing_parts_are_named(text_dataset: Path, tmp_path: Path) -> None:
+def test_missing_parts_are_named_and_parts_in_any_order_are_the_same_data_set(
+    text_dataset: Path, tmp_path: Path
+) -> None:
     output = tmp_path / "data"
     text_part(text_dataset, output, 1)
     (output / "shards" / ".text-000002.tar.elsewhere-1-0.tmp").write_bytes(b"half of one, of a host that was lost")
@@ -56,14 +44,18 @@ def test_missing_parts_are_named(text_dataset: Path, tmp_path: Path) -> None:
         merge(output)
     for flags in ("--shard_index 0 --num_shards 3", "--shard_index 2 --num_shards 3"):
         assert flags in str(raised.value)
-    text_part(text_dataset, output, 0)
     text_part(text_dataset, output, 2)
+    text_part(text_dataset, output, 0)
     (output / "shards" / "text-000001.tar").write_bytes(b"cut short by a full disk")
     with pytest.raises(DataError, match=r"--shard_index 1 --num_shards 3 .*text-000001"):
         merge(output)
     assert not (output / "dataset.json").exists()
     text_part(text_dataset, output, 1)
+    assert not (output / "dataset.json").exists()
     merge(output)
+    assert content(output) == content(text_dataset)
+    merge(output)
+    text_part(text_dataset, output, 1)  # of a finished data set nothing is left to do
     assert content(output) == content(text_dataset)
 
 

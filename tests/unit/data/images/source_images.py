@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import struct
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -78,6 +79,15 @@ def class_folder(folder: Path, classes: int = 3, each: int = 6) -> Path:
         (folder / f"c{number}").mkdir(parents=True)
         for place in range(each):
             (folder / f"c{number}" / f"image{place}.jpg").write_bytes(jpeg(10 * number + place))
+    return folder
+
+
+def maps_folder(folder: Path, images: Path, content: Callable[[int], bytes], suffix: str = ".png") -> Path:
+    """A folder with a map of each JPEG, under the same relative path."""
+    for number, path in enumerate(sorted(images.rglob("*.jpg"))):
+        target = folder / path.relative_to(images).with_suffix(suffix)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(content(number))
     return folder
 
 

@@ -23,6 +23,7 @@ from tests.unit.data.images.source_images import (
     depth_map,
     encoded,
     jpeg,
+    maps_folder,
     pixels,
     png,
     png_of_size,
@@ -157,10 +158,7 @@ def metres(seed: int) -> np.ndarray:
 
 def folder(tmp_path: Path, content: Callable[[int], bytes], suffix: str = ".npy") -> Path:
     """images/ of four images, and depth/ with their maps."""
-    class_folder(tmp_path / "images", classes=1, each=4)
-    (tmp_path / "depth" / "c0").mkdir(parents=True)
-    for number in range(4):
-        (tmp_path / "depth" / "c0" / f"image{number}{suffix}").write_bytes(content(number))
+    maps_folder(tmp_path / "depth", class_folder(tmp_path / "images", classes=1, each=4), content, suffix)
     return tmp_path
 
 

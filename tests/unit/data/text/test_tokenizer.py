@@ -85,7 +85,8 @@ def test_no_class_that_could_run_code_is_asked_for_without_saying_no() -> None:
     """transformers' Auto classes, by any name; a class that is named itself (BertModel) runs its own code only."""
     calls = 0
     for path in [*ROOT.glob("trp_scale/**/*.py"), *ROOT.glob("benchmarks/**/*.py")]:
-        for call in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        text = path.read_text(encoding="utf-8")
+        for call in ast.walk(ast.parse(text if "from_pretrained" in text else "")):
             if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute):
                 continue
             if call.func.attr == "from_pretrained" and "auto" in ast.unparse(call.func.value).lower():

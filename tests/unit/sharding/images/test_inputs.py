@@ -19,6 +19,7 @@ from tests.unit.data.images.source_images import (
     decoded,
     depth_map,
     jpeg,
+    maps_folder,
     pixels,
     png,
     shard,
@@ -82,14 +83,6 @@ def test_keys_fit_a_tar_header_and_stay_apart() -> None:
     assert "" not in keys[0].split("/")
 
 
-def maps_folder(folder: Path, images: Path, make: object) -> Path:
-    for number, path in enumerate(sorted(images.rglob("*.jpg"))):
-        target = folder / path.relative_to(images).with_suffix(".png")
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_bytes(png(make(number)))  # type: ignore[operator]
-    return folder
-
-
 def class_names(folder: Path, count: int = 20) -> str:
     """Write a file of names for the classes of `class_map`."""
     path = folder / "classes.txt"
@@ -99,8 +92,8 @@ def class_names(folder: Path, count: int = 20) -> str:
 
 def test_maps_are_found_by_relative_path_and_stored_as_they_are(tmp_path: Path) -> None:
     images = class_folder(tmp_path / "images", each=10)
-    depth = maps_folder(tmp_path / "depth", images, depth_map)
-    semseg = maps_folder(tmp_path / "semseg", images, class_map)
+    depth = maps_folder(tmp_path / "depth", images, lambda number: png(depth_map(number)))
+    semseg = maps_folder(tmp_path / "semseg", images, lambda number: png(class_map(number)))
     modality = [f"semseg={semseg}", f"depth={depth}"]
     names = class_names(tmp_path)
     (depth / "c0" / "image3.png").unlink()
@@ -217,7 +210,8 @@ def test_settings_of_another_kind_of_input_are_refused(tmp_path: Path) -> None:
 
 def test_the_command_takes_a_modality_twice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     images = class_folder(tmp_path / "images", classes=1, each=3)
-    depth, semseg = (maps_folder(tmp_path / n, images, m) for n, m in (("depth", depth_map), ("semseg", class_map)))
+    depth = maps_folder(tmp_path / "depth", images, lambda number: png(depth_map(number)))
+    semseg = maps_folder(tmp_path / "semseg", images, lambda number: png(class_map(number)))
     maps = ["--modality", f"depth={depth}", "--modality", f"semseg={semseg}", "--semseg.classes", class_names(tmp_path)]
     command = ["shard-images", "--processes", "1", "--no-progress", "--inputs"]
     assert main([*command, str(images), "--output", str(tmp_path / "out"), *maps]) == 0

@@ -9,7 +9,17 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.unit.data.images.source_images import HEIGHT, WIDTH, class_folder, class_map, depth_map, jpeg, png, shard
+from tests.unit.data.images.source_images import (
+    HEIGHT,
+    WIDTH,
+    class_folder,
+    class_map,
+    depth_map,
+    jpeg,
+    maps_folder,
+    png,
+    shard,
+)
 from trp_scale.data.index import read_json
 from trp_scale.errors import DataError
 from trp_scale.sharding.verify import verify_dataset
@@ -18,11 +28,9 @@ from trp_scale.sharding.verify import verify_dataset
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """images/, depth/ and semseg/ of six images; the classes 0 to 19 are named in names.txt."""
-    class_folder(tmp_path / "images", classes=1, each=6)
-    for name, make in (("depth", depth_map), ("semseg", class_map)):
-        (tmp_path / name / "c0").mkdir(parents=True)
-        for number in range(6):
-            (tmp_path / name / "c0" / f"image{number}.png").write_bytes(png(make(number)))
+    images = class_folder(tmp_path / "images", classes=1, each=6)
+    maps_folder(tmp_path / "depth", images, lambda number: png(depth_map(number)))
+    maps_folder(tmp_path / "semseg", images, lambda number: png(class_map(number)))
     (tmp_path / "names.txt").write_text("".join(f"kind {number}\n" for number in range(20)))
     return tmp_path
 

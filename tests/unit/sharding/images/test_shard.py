@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from tests.fixtures import small_image_config
 from tests.unit.data.images.source_images import class_folder, jpeg, png, png_of_size, rotated_jpeg, stored
 from tests.unit.sharding.test_parts import content
 from trp_scale.data.hashing import name_hash
@@ -22,21 +23,6 @@ from trp_scale.sharding.images.files import Sample, cut_into_portions
 from trp_scale.sharding.images.shard import ShardImagesConfig, shard_images
 
 ROOT = Path(__file__).resolve().parents[4]
-
-
-def config_of(output: Path, **changes: object) -> ShardImagesConfig:
-    """Settings of `image_dataset`."""
-    config = ShardImagesConfig(
-        output=output,
-        embedded=True,
-        count=96,
-        size=32,
-        rows_per_block=8,
-        samples_per_shard=32,
-        processes=1,
-        progress=False,
-    )
-    return replace(config, **changes)  # type: ignore[arg-type]
 
 
 def folder_config(folder: Path, output: Path, **changes: object) -> ShardImagesConfig:
@@ -203,5 +189,5 @@ def test_shards_are_cut_in_whole_blocks(
 )
 def test_settings_that_cannot_work_are_refused(tmp_path: Path, changes: dict[str, object], message: str) -> None:
     with pytest.raises(DataError, match=message):
-        shard_images(config_of(tmp_path / "out", **changes))
+        shard_images(small_image_config(tmp_path / "out", **changes))
     assert not (tmp_path / "out").exists()

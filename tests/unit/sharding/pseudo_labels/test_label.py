@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from tests.unit.data.images.stored import jpeg, photograph, sample, write_images, write_tar
-from tests.unit.sharding.pseudo_labels.labelled import SIZES, Models, files, images, label, maps, nine_images
+from tests.unit.sharding.pseudo_labels.conftest import SIZES, Models, files, images, label, maps, nine_images
 from tests.unit.sharding.pseudo_labels.tiny_models import SWATCHES, depth_anything, segformer
 from trp_scale.data.images.dataset import open_image_dataset
 from trp_scale.data.index import read_index, read_json, write_json
@@ -190,8 +190,8 @@ def test_a_damaged_byte_is_seen_by_its_checksum(tmp_path: Path, models: Models) 
     content = bytearray(tar.read_bytes())
     content[member.offset + member.length - 30] ^= 1
     tar.write_bytes(content)
-    assert label(data, models, max_skipped=0.2)
-    entry = read_json(data / "dataset.json")["modalities"]["semseg"]
+    assert label(data, models, max_skipped=0.2, semseg={"model": ""})
+    entry = read_json(data / "dataset.json")["modalities"]["depth"]
     assert [(place["place"], "checksum" in place["why"]) for place in entry["unreadable_places"]] == [
         ("image-000000/n00002", True)
     ]
@@ -254,7 +254,7 @@ def test_exact_maps_are_kept_unless_they_are_to_be_replaced(tmp_path: Path, mode
     with pytest.raises(DataError, match=r"shards/ \(exact\).*--replace"):
         label(data, models)
     assert not (data / "depth").exists()
-    assert label(data, models, replace=True)
+    assert label(data, models, replace=True, semseg={"model": ""})
     assert read_json(data / "dataset.json")["modalities"]["depth"]["replaced"] == exact
 
 

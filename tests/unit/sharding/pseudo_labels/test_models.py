@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import DPTModel
 
-from tests.unit.sharding.pseudo_labels.labelled import Models, config_of, files, label, nine_images
+from tests.unit.sharding.pseudo_labels.conftest import Models, config_of, files, label, nine_images
 from tests.unit.sharding.pseudo_labels.tiny_models import depth_anything, dpt_depth, dpt_segmentation, segformer
 from trp_scale.data.index import read_json
 from trp_scale.errors import DataError

@@ -37,16 +37,12 @@ def source_of(dataset: Path) -> Path:
 
 def config_of(dataset: Path, output: Path, **changes: object) -> ShardTextConfig:
     """Settings of `text_dataset`."""
-    config = small_text_config(source_of(dataset), output)
-    return replace(config, **changes)  # type: ignore[arg-type]
+    return small_text_config(source_of(dataset), output, **changes)
 
 
 def small_config(source: Path, output: Path, **changes: object) -> ShardTextConfig:
     """Settings for a few sentences."""
-    config = ShardTextConfig(
-        inputs=[str(source)], output=output, vocab_size=100, length=32, processes=1, progress=False, tagger="textblob"
-    )
-    return replace(config, **changes)  # type: ignore[arg-type]
+    return small_text_config(source, output, **{"vocab_size": 100, "length": 32, **changes})
 
 
 def test_two_processes_write_the_same_bytes_as_one(text_dataset: Path, tmp_path: Path) -> None:
