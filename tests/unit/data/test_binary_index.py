@@ -14,8 +14,8 @@ import pytest
 
 from tests.unit.data import stored
 from tests.unit.data.images import stored as images
+from tests.unit.data.images.foreign_tars import index
 from tests.unit.data.loaded import whole_member
-from trp_scale.cli.main import main
 from trp_scale.data import binary_index
 from trp_scale.data.binary_index import NAME, find_index
 from trp_scale.data.images.dataset import ImageDataset, open_image_dataset
@@ -27,12 +27,6 @@ from trp_scale.data.text.dataset import open_text_dataset
 from trp_scale.errors import DataError
 from trp_scale.sharding.parts import write_dataset_index
 from trp_scale.sharding.verify import verify_dataset
-
-
-def indexed(directory: Path) -> Path:
-    """The data set with its binary index."""
-    assert main(["index", str(directory)]) == 0
-    return directory
 
 
 @pytest.fixture
@@ -58,7 +52,7 @@ def assert_tables_equal(one: object, other: object) -> None:
 
 def test_images_are_the_same_with_it(pictures: Path) -> None:
     plain = open_image_dataset(pictures)
-    mapped = open_image_dataset(indexed(pictures))
+    mapped = open_image_dataset(index(pictures))
     assert plain.samples.index is None and mapped.samples.index is not None
     assert_tables_equal(plain.samples, mapped.samples)
     assert_tables_equal(plain.blocks, mapped.blocks)
@@ -70,7 +64,7 @@ def test_images_are_the_same_with_it(pictures: Path) -> None:
 
 def test_text_is_the_same_with_it(text: Path) -> None:
     plain = open_text_dataset(text)
-    mapped = open_text_dataset(indexed(text))
+    mapped = open_text_dataset(index(text))
     assert plain.blocks.index is None and mapped.blocks.index is not None
     assert_tables_equal(plain.blocks, mapped.blocks)
     assert plain.digest() == mapped.digest()
@@ -84,7 +78,7 @@ def test_maps_beside_images_and_members_that_are_not_read(tmp_path: Path) -> Non
     ]
     order = ("jpg", "depth.png", "cls", "semseg.png")
     directory = images.write_images(tmp_path / "data", [samples], changes={"suffixes": list(order)})
-    binary = find_index(indexed(directory) / "shards")
+    binary = find_index(index(directory) / "shards")
     assert binary is not None
     for opened in (("jpg", "cls"), ("jpg", "semseg.png"), order, ("jpg", "depth.png", "semseg.png"), ("cls", "jpg")):
         table, _ = read_samples(directory / "shards", ["image-000000.tar"], order, 4, opened=opened)
@@ -95,7 +89,7 @@ def test_maps_beside_images_and_members_that_are_not_read(tmp_path: Path) -> Non
 
 def test_workers_map_the_file_themselves(tmp_path: Path) -> None:
     samples = [images.sample(number, 1, 1) for number in range(400)]
-    dataset = open_image_dataset(indexed(images.write_images(tmp_path / "data", [samples])))
+    dataset = open_image_dataset(index(images.write_images(tmp_path / "data", [samples])))
     plan = TrainPlan(seed=0, members=[whole_member(dataset.blocks)], blocks_per_group=4)
     assert len(pickle.dumps((dataset.samples, dataset.blocks, plan))) < 2_500  # arrays: 400 x 40 + 100 x 20 bytes
     places = np.arange(900)
@@ -158,14 +152,14 @@ def other_blocks(directory: Path) -> None:
     ],
 )
 def test_a_stale_one_is_refused(pictures: Path, change: Callable[[Path], None], message: str) -> None:
-    change(indexed(pictures))
+    change(index(pictures))
     with pytest.raises(DataError, match=message):
         open_image_dataset(pictures)
 
 
 def test_a_copy_with_newer_json_is_taken(pictures: Path, tmp_path: Path) -> None:
     """Files of a copy are younger or older than each other by chance."""
-    copy = Path(shutil.copytree(indexed(pictures), tmp_path / "copy"))
+    copy = Path(shutil.copytree(index(pictures), tmp_path / "copy"))
     for path in (copy / "shards").glob("*.json"):
         later = (copy / "shards" / NAME).stat().st_mtime_ns + 10**9
         os.utime(path, ns=(later, later))
@@ -173,7 +167,7 @@ def test_a_copy_with_newer_json_is_taken(pictures: Path, tmp_path: Path) -> None
 
 
 def test_one_rank_of_a_machine_compares_it_with_the_tars(pictures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    missing_tar(indexed(pictures))
+    missing_tar(index(pictures))
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert open_image_dataset(pictures).meta.rows == 34
     monkeypatch.setenv("LOCAL_RANK", "0")
@@ -198,14 +192,14 @@ def flipped(place: int) -> Callable[[bytes], bytes]:
     ],
 )
 def test_a_damaged_one_is_refused(pictures: Path, damage: Callable[[bytes], bytes], message: str) -> None:
-    path = indexed(pictures) / "shards" / NAME
+    path = index(pictures) / "shards" / NAME
     path.write_bytes(damage(path.read_bytes()))
     with pytest.raises(DataError, match=message):
         open_image_dataset(pictures)
 
 
 def test_damaged_numbers_are_found_by_verify_and_not_followed(pictures: Path) -> None:
-    path = indexed(pictures) / "shards" / NAME
+    path = index(pictures) / "shards" / NAME
     first = binary_index._START.size
     for place, value in ((first + 7, 0x7F), (first + 7, 0x80), (first + 27, 0xFF)):  # offset, offset < 0, length
         content = bytearray(path.read_bytes())
@@ -215,11 +209,11 @@ def test_damaged_numbers_are_found_by_verify_and_not_followed(pictures: Path) ->
             SampleReader(open_image_dataset(pictures).samples, verify=False).members(0)
         with pytest.raises(DataError, match=r"index\.bin: .*'samples' "):
             verify_dataset(pictures)
-        indexed(pictures)
+        index(pictures)
 
 
 def test_one_made_again_under_a_run_is_refused_by_its_workers(pictures: Path) -> None:
-    dataset: ImageDataset = open_image_dataset(indexed(pictures))
+    dataset: ImageDataset = open_image_dataset(index(pictures))
     content = pickle.dumps(dataset.samples)
     document = {**read_json(pictures / "dataset.json"), "rows_per_block": 7}
     write_dataset_index(pictures, document)

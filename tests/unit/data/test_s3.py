@@ -10,10 +10,9 @@ import pytest
 
 from tests.faulty_server import Faults, faulty_server, server
 from tests.unit.data.images import stored as images
-from tests.unit.data.images.foreign_tars import three_tars
+from tests.unit.data.images.foreign_tars import index, three_tars
 from tests.unit.data.loaded import assert_same, steps
 from tests.unit.data.stored import config_for, write_dataset
-from trp_scale.cli.main import main
 from trp_scale.data.images.dataset import open_image_dataset
 from trp_scale.data.mirror import local_directory
 from trp_scale.data.tar_reader import SampleReader
@@ -83,9 +82,8 @@ def test_tars_of_others_in_a_bucket_are_indexed_and_read_there(signed: Faults, t
     upload(tmp_path / "far", "foreign")
     pattern = "s3://foreign/books/train-{000000..000002}.tar"
     signed.of = {"train-000001.tar": ["500", "cut", "close"]}
-    flags = ["--rows_per_block", "4", "--processes", "1", "--no-progress"]
-    assert main(["index", pattern, "--output", str(tmp_path / "ours"), *flags]) == 0
-    assert main(["index", str(tmp_path / "far"), "--output", str(tmp_path / "near"), *flags]) == 0
+    index(pattern, tmp_path / "ours", "--rows_per_block", "4")
+    index(tmp_path / "far", tmp_path / "near", "--rows_per_block", "4")
     assert not cache.exists() and not list((tmp_path / "ours").rglob("*.tar"))
     assert open_image_dataset(tmp_path / "ours").digest() == open_image_dataset(tmp_path / "near").digest()
     signed.of, signed.asked = {"train-000000.tar": ["500", "short"]}, []
@@ -93,8 +91,8 @@ def test_tars_of_others_in_a_bucket_are_indexed_and_read_there(signed: Faults, t
     assert_same(found, steps(images.config_for(tmp_path / "near"), world=1, count=2))
     assert signed.gets("train-000002.tar") == 1, "from the cache from then on"
     assert verify_dataset(tmp_path / "ours").bytes == sum(tar.stat().st_size for tar in tars)
-    assert main(["index", "s3://foreign/books", "--output", str(tmp_path / "folder"), *flags]) == 0
-    assert open_image_dataset(tmp_path / "folder").digest() == open_image_dataset(tmp_path / "near").digest()
+    folder = index("s3://foreign/books", tmp_path / "folder", "--rows_per_block", "4")
+    assert open_image_dataset(folder).digest() == open_image_dataset(tmp_path / "near").digest()
     upload(tmp_path / "ours", "indexed")  # the indexed data set may be in a bucket itself
     assert_same(steps(images.config_for("s3://indexed/books", data={"workers": 0}), world=2, count=2), found)
 
@@ -102,15 +100,14 @@ def test_tars_of_others_in_a_bucket_are_indexed_and_read_there(signed: Faults, t
 def test_a_tar_in_a_bucket_that_has_changed_is_refused_when_it_is_fetched(signed: Faults, tmp_path: Path) -> None:
     three_tars(tmp_path / "far")
     upload(tmp_path / "far", "changing")
-    data = tmp_path / "data"
-    assert main(["index", "s3://changing/books", "--output", str(data), "--processes", "1", "--no-progress"]) == 0
+    data = index("s3://changing/books", tmp_path / "data")
     tar = tmp_path / "far" / "train-000002.tar"
     tar.write_bytes(tar.read_bytes().replace(b"a sight", b"a SIGHT"))
     upload(tmp_path / "far", "changing")
     reader = SampleReader(open_image_dataset(data).samples, verify=False)
     with pytest.raises(DataError, match=r"s3://changing/books/train-000002.tar"):
         reader.members(17)
-    assert main(["index", str(data), "--processes", "1", "--no-progress"]) == 0
+    index(data)
     assert SampleReader(open_image_dataset(data).samples, verify=True).members(17)
 
 

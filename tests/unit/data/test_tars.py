@@ -12,10 +12,9 @@ import pytest
 
 from tests.faulty_server import directory, faulty_server
 from tests.unit.data.images import stored as images
-from tests.unit.data.images.foreign_tars import three_tars
+from tests.unit.data.images.foreign_tars import index, three_tars
 from tests.unit.data.loaded import assert_same, steps
 from tests.unit.data.stored import config_for, write_dataset
-from trp_scale.cli.main import main
 from trp_scale.data import mirror
 from trp_scale.data.images.dataset import ImageDataset, open_image_dataset
 from trp_scale.data.mirror import find_store, local_directory
@@ -72,7 +71,7 @@ def test_rows_of_images_are_the_same(
     binary: bool, pictures: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if binary:
-        assert main(["index", str(pictures)]) == 0
+        index(pictures)
     monkeypatch.setenv("TRP_SCALE_CACHE_GB", share_of(pictures, 0.6))
     ours = steps(images.config_for(f"file://{pictures}", data={"verify": True}), world=2, count=5)
     assert_same(ours, steps(images.config_for(pictures), world=1, count=5))
@@ -131,8 +130,7 @@ def test_damage_of_the_stored_data_counts_after_a_second_fetch(
 
 def test_tars_of_others_are_read_in_parts(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     three_tars(tmp_path / "far")
-    flags = ["--rows_per_block", "4", "--processes", "1", "--no-progress"]
-    assert main(["index", f"file://{tmp_path}/far", "--output", str(tmp_path / "data"), *flags]) == 0
+    index(f"file://{tmp_path}/far", tmp_path / "data", "--rows_per_block", "4")
     expected = whole(open_image_dataset(tmp_path / "data"))
     assert not any(PART_MARK in path.name for path in held(cache)) and held(cache)
     shutil.rmtree(cache)
@@ -140,7 +138,7 @@ def test_tars_of_others_are_read_in_parts(tmp_path: Path, cache: Path, monkeypat
     assert whole(open_image_dataset(tmp_path / "data")) == expected
     assert len(held(cache)) == 6 and all(PART_MARK in path.name for path in held(cache))
     # Those on this machine's disks are read where they lie, whatever is set.
-    assert main(["index", str(tmp_path / "far"), "--output", str(tmp_path / "near"), *flags]) == 0
+    index(tmp_path / "far", tmp_path / "near", "--rows_per_block", "4")
     assert whole(open_image_dataset(tmp_path / "near")) == expected
     assert len(held(cache)) == 6
 

@@ -105,10 +105,12 @@ def test_a_part_at_work_is_not_made_twice_nor_merged(text_dataset: Path, tmp_pat
     for index in range(2):
         text_part(text_dataset, output, index, 2)
     with only_run(output, Part(index=1, count=2).lock):
+        before = content(output)
         with pytest.raises(DataError, match=r"part-00001-of-00002\.lock"):
             text_part(text_dataset, output, 1, 2)
         with pytest.raises(DataError, match=r"part-00001-of-00002\.lock"):
             merge(output)
+        assert content(output) == before, "nothing was written"
         text_part(text_dataset, output, 0, 2)
     merge(output)
 

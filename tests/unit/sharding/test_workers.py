@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import signal
@@ -11,9 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
-from PIL import Image
 
 from tests.grids import always
 from tests.runs import ROOT, environment, hear_ctrl_c
@@ -96,12 +93,11 @@ shard.encode_sample = encode
 
 @pytest.mark.exhaustive
 def test_images_are_sharded_without_those_that_end_what_decodes_them(tmp_path: Path) -> None:
+    from tests.unit.data.images.source_images import jpeg  # here: worker processes of other tests import this file
+
     (tmp_path / "images").mkdir()
     for number in range(12):
-        stream = io.BytesIO()
-        Image.fromarray(np.full((16, 16, 3), number, np.uint8)).save(stream, "JPEG")
-        content = stream.getvalue() + b"lethal" * (number in (3, 10))
-        (tmp_path / "images" / f"{number}.jpg").write_bytes(content)
+        (tmp_path / "images" / f"{number}.jpg").write_bytes(jpeg(number) + b"lethal" * (number in (3, 10)))
     (tmp_path / "sitecustomize.py").write_text(PATCHED)
     command = [sys.executable, "-m", "trp_scale", "shard-images", "--inputs", tmp_path / "images"]
     command += ["--output", tmp_path / "made", "--samples_per_shard", "4", "--rows_per_block", "2"]

@@ -12,6 +12,7 @@ import webdataset
 
 from tests.unit.data.images.source_images import encoded
 from tests.unit.data.images.stored import photograph
+from trp_scale.cli.main import main
 
 
 def of_format(number: int, suffix: str) -> bytes:
@@ -51,3 +52,10 @@ def three_tars(folder: Path, suffixes: tuple[str, ...] = ("jpg", "png", "webp"),
             )
         tars.append(write_foreign(folder / f"train-{number:06d}.tar", samples))
     return tars
+
+
+def index(tars: Path | str, output: Path | None = None, *flags: str) -> Path:
+    """The data set of these tars, made by the command; by default in their folder."""
+    where = [] if output is None else ["--output", str(output)]
+    assert main(["index", str(tars), *where, "--processes", "1", "--no-progress", *flags]) == 0
+    return Path(tars) if output is None else output

@@ -16,7 +16,7 @@ import torch
 import webdataset
 from PIL import Image
 
-from tests.unit.data.images.foreign_tars import encoded, of_format, three_tars, write_foreign
+from tests.unit.data.images.foreign_tars import encoded, index, of_format, three_tars, write_foreign
 from tests.unit.data.images.stored import config_for, photograph
 from tests.unit.data.loaded import assert_same, steps
 from trp_scale.cli.main import main
@@ -26,13 +26,6 @@ from trp_scale.data.tar_reader import SampleReader
 from trp_scale.data.tars import find_external_tars
 from trp_scale.errors import DataError
 from trp_scale.sharding.verify import verify_dataset
-
-
-def index(tars: Path | str, output: Path | None = None, *flags: str) -> Path:
-    """Index tars and return the data set."""
-    where = [] if output is None else ["--output", str(output)]
-    assert main(["index", str(tars), *where, "--processes", "1", "--no-progress", *flags]) == 0
-    return Path(tars) if output is None else output
 
 
 def refused(capsys: pytest.CaptureFixture[str], tars: Path | str, output: Path, *flags: str) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import re
 import sys
 from collections.abc import Iterator
@@ -26,7 +25,6 @@ from trp_scale.sharding.text import annotate
 from trp_scale.sharding.text.annotate import NLTK_INSTALL, TaggerError, make_tagger, resolve_tagger
 from trp_scale.sharding.text.shard import ShardTextConfig, shard_text
 from trp_scale.sharding.verify import verify_dataset
-from trp_scale.storage.files import only_run
 
 ROOT = Path(__file__).resolve().parents[4]
 
@@ -65,18 +63,6 @@ def test_a_finished_data_set_is_left_alone_and_another_one_refused(text_dataset:
     with pytest.raises(DataError, match=r"--output .*full"):
         shard_text(config_of(text_dataset, tmp_path / "full"))
     assert content(text_dataset) == before
-
-
-def test_two_runs_at_once_on_one_output_are_refused(text_dataset: Path, tmp_path: Path) -> None:
-    """Concurrent runs must not write the same unfinished shard."""
-    output = tmp_path / "data"
-    with only_run(output):
-        before = content(output)
-        with pytest.raises(DataError, match=rf"process {os.getpid()} .*lock"):
-            shard_text(config_of(text_dataset, output))
-        assert content(output) == before, "nothing was written"
-    shard_text(config_of(text_dataset, output))
-    assert content(output) == content(text_dataset)
 
 
 def test_dataset_json_counts_what_is_stored(text_dataset: Path) -> None:
