@@ -43,7 +43,7 @@ from trp_scale.sharding.parts import (
     unfinished_line,
     write_dataset_index,
 )
-from trp_scale.sharding.workers import Advance, Numbered, PortionT, ProgressBar, run_portions
+from trp_scale.sharding.workers import Advance, Portion, PortionT, ProgressBar, run_portions
 from trp_scale.storage.files import only_run, remove_leftovers, write_text
 
 FAILED = "failed"
@@ -248,7 +248,7 @@ class ShardingJob(Generic[ReportT]):
                 f"{self._kind.flag} {self.output}: the directory is not empty and has no data set; choose another"
             )
 
-    def begin(self, fingerprint: str, portions: Sequence[Numbered], listing: PortionReport | None = None) -> bool:
+    def begin(self, fingerprint: str, portions: Sequence[Portion[Any]], listing: PortionReport | None = None) -> bool:
         """Write the part file; return False if the data set is finished.
 
         Args:

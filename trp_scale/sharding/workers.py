@@ -22,7 +22,7 @@ from concurrent.futures import ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -34,27 +34,20 @@ from trp_scale.errors import DataError
 log = logging.getLogger(__name__)
 
 
-class Numbered(Protocol):
-    """Part of the input with a number, from which one shard is made; `size` for the progress bar."""
-
-    @property
-    def number(self) -> int: ...
-    @property
-    def size(self) -> int: ...
-
-
 ItemT = TypeVar("ItemT")
-PortionT = TypeVar("PortionT", bound=Numbered)
-ReportT = TypeVar("ReportT")
 
 
 @dataclass(frozen=True)
 class Portion(Generic[ItemT]):
-    """Inputs of one shard."""
+    """Inputs of one shard; `size` for the progress bar."""
 
     number: int
     items: Sequence[ItemT]
     size: int
+
+
+PortionT = TypeVar("PortionT", bound=Portion[Any])
+ReportT = TypeVar("ReportT")
 
 
 Advance = Callable[..., None]

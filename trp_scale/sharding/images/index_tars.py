@@ -39,7 +39,7 @@ from trp_scale.sharding.images.settings import AUTO, IMAGE_MEMBERS, NONE, IndexC
 from trp_scale.sharding.images.tars import TarMember, find_tars, tar_members, unique_names
 from trp_scale.sharding.job import DataKind, ShardingJob
 from trp_scale.sharding.parts import Part, started_parts
-from trp_scale.sharding.workers import Advance, start_sample
+from trp_scale.sharding.workers import Advance, Portion, start_sample
 from trp_scale.storage.files import remove_leftovers
 from trp_scale.storage.transfer import MAX_REQUESTS
 
@@ -287,17 +287,6 @@ def _identity(settings: Fields, advice: str) -> dict[str, Any]:
     return {name: settings.take(name, int if name in ("rows_per_block", "max_pixels") else str) for name in names}
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Tar:
-    number: int
-    name: str
-    source: ExternalTar
-
-    @property
-    def size(self) -> int:
-        return self.source.size
-
-
 def index_tars(config: IndexConfig) -> Path:
     """Index tars in place, or one part of them, and return the directory of the data set. Unchanged indexed tars are
     not read again.
@@ -321,9 +310,9 @@ def index_tars(config: IndexConfig) -> Path:
         ) from error
     job = ShardingJob(config, output, kind, config.identity())
     with job.only_run():
-        tars = list(kind.tars.values())
-        job.begin("", tars)
-        job.run(tars, _Indexer, (output, kind.choice), ("images", "bytes"), "indexing")
+        portions = [Portion(number, (tar,), tar[1].size) for number, tar in enumerate(kind.tars.items())]
+        job.begin("", portions)
+        job.run(portions, _Indexer, (output, kind.choice), ("images", "bytes"), "indexing")
         finished = job.finish({})
     if finished is not None:
         log.info("%s: %d images of %d tars", output, finished[1].images, len(finished[0]))
@@ -335,8 +324,8 @@ def _look_up_tars(config: IndexConfig) -> TarKind:
     places = find_tars(config.tars)
     with ThreadPoolExecutor(MAX_REQUESTS) as pool:
         sources = list(pool.map(stat_tar, places))
-    tars = [_Tar(number=n, name=name, source=sources[n]) for n, name in enumerate(unique_names(places))]
-    choice = MemberChoice(image=config.image, label=_label(config, tars[0].source), max_pixels=config.max_pixels)
+    tars = dict(zip(unique_names(places), sources, strict=True))
+    choice = MemberChoice(image=config.image, label=_label(config, sources[0]), max_pixels=config.max_pixels)
     return TarKind(
         name=TARS,
         report=TarReport,
@@ -344,7 +333,7 @@ def _look_up_tars(config: IndexConfig) -> TarKind:
         reasons=REASONS,
         renewable=True,
         config=config,
-        tars={tar.name: tar for tar in tars},
+        tars=tars,
         choice=choice,
     )
 
@@ -366,12 +355,12 @@ class TarKind(DataKind[TarReport]):
     """Data kind of external tars.
 
     Attributes:
-        tars: all tars by name.
+        tars: locations of all tars by name.
         choice: members to read.
     """
 
     config: IndexConfig
-    tars: dict[str, _Tar]
+    tars: dict[str, ExternalTar]
     choice: MemberChoice
 
     def shard_names(self, count: int) -> list[str]:
@@ -411,7 +400,7 @@ class TarKind(DataKind[TarReport]):
         )
 
     def store(self, output: Path, document: dict[str, Any]) -> None:
-        write_places(output / OWN_TAR, {name: self.tars[name].source for name in document["shards"]})
+        write_places(output / OWN_TAR, {name: self.tars[name] for name in document["shards"]})
         (output / OWN_TAR / NAME).unlink(missing_ok=True)
         super().store(output, document)
 
@@ -456,9 +445,9 @@ def _open_tar(source: ExternalTar) -> Any:
         raise DataError(f"{source.place}: cannot be opened ({error.strerror})") from error
 
 
-def _source(tar: _Tar, choice: MemberChoice) -> dict[str, object]:
+def _source(tar: ExternalTar, choice: MemberChoice) -> dict[str, object]:
     """Identify the source of an index."""
-    return {"place": asdict(tar.source), "choice": asdict(choice)}
+    return {"place": asdict(tar), "choice": asdict(choice)}
 
 
 class _Indexer:
@@ -467,12 +456,13 @@ class _Indexer:
     def __init__(self, output: Path, choice: MemberChoice, advance: Advance) -> None:
         self._output, self._choice, self._advance = output, choice, advance
 
-    def __call__(self, tar: _Tar) -> None:
-        with _open_tar(tar.source) as stream:
-            blocks, report = read_tar(tar.source.place, stream, self._choice, advance=self._advance)
-        index = ShardIndex(shard=tar.name, size=tar.source.size, blocks=blocks)
+    def __call__(self, portion: Portion[tuple[str, ExternalTar]]) -> None:
+        ((name, tar),) = portion.items
+        with _open_tar(tar) as stream:
+            blocks, report = read_tar(tar.place, stream, self._choice, advance=self._advance)
+        index = ShardIndex(shard=name, size=tar.size, blocks=blocks)
         document = {"format": INDEX_FORMAT, **asdict(index), "source": _source(tar, self._choice)}
-        write_json(index_path(self._output / OWN_TAR / tar.name), {**document, "report": vars(report)})
+        write_json(index_path(self._output / OWN_TAR / name), {**document, "report": vars(report)})
 
 
 def _class_names(config: IndexConfig, total: TarReport) -> list[str] | None:

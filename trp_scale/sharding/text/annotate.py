@@ -6,7 +6,6 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from importlib.metadata import version
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,20 +40,6 @@ def unknown_words(text: str) -> tuple[float, list[str]]:
     return (len(unknown) / len(words) if len(words) >= FEWEST_WORDS else 0.0), list(dict.fromkeys(unknown))[:5]
 
 
-class Tagger(Protocol):
-    """Part-of-speech tagger. `name`, with the version of the library, is stored in dataset.json."""
-
-    name: str
-
-    def prepare(self, words: list[str]) -> None:
-        """Cache context-free results for words of the next sentences."""
-        ...
-
-    def groups(self, words: list[str]) -> list[int]:
-        """Return the group number of each word of one sentence."""
-        ...
-
-
 class NltkTagger:
     """NLTK's averaged perceptron (TRP 4.1.1).
 
@@ -74,6 +59,7 @@ class NltkTagger:
         """Do nothing: the tags depend on context."""
 
     def groups(self, words: list[str]) -> list[int]:
+        """Return the group number of each word of one sentence."""
         return [penn_group(tag) for _, tag in self._tagger.tag(words)]
 
 
@@ -91,7 +77,7 @@ class TextBlobTagger:
         self.name = f"textblob {version('textblob')} PatternTagger"
 
     def prepare(self, words: list[str]) -> None:
-        """Cache the groups of words."""
+        """Cache the groups of words of the next sentences."""
         if len(self._later) > MAX_TAGGED_WORDS:
             self._later.clear()
             self._first.clear()
@@ -103,6 +89,7 @@ class TextBlobTagger:
         self._later.update((word, penn_group(tag)) for word, tag in tagged)
 
     def groups(self, words: list[str]) -> list[int]:
+        """Return the group number of each word of one sentence."""
         if not words:
             return []
         later = self._later
@@ -116,6 +103,10 @@ class TextBlobTagger:
             first = self._first[words[0]] = penn_group(self._parser.find_tags(words[:1])[0][1])
         groups[0] = first
         return groups
+
+
+Tagger = NltkTagger | TextBlobTagger
+"""Part-of-speech tagger. `name`, with the version of the library, is stored in dataset.json."""
 
 
 def nltk_data_present() -> bool:

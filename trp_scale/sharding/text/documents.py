@@ -9,8 +9,8 @@ import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
-from itertools import chain
-from typing import IO, Any
+from itertools import chain, islice
+from typing import IO
 
 from trp_scale.config.files import parse_json
 from trp_scale.data.raw_files import check_rows, load_dataset, open_regular
@@ -108,44 +108,30 @@ def _read_dataset(span: Span, settings: ReadSettings) -> Iterator[Document | Ski
 
 
 def _read_parquet(span: Span, settings: ReadSettings) -> Iterator[Document | Skipped]:
+    """Read the row groups of a span; if a group is damaged, its rest is skipped."""
     with open_parquet(span.path) as opened:
         if settings.text_field not in opened.schema_arrow.names:
             fields = quote(opened.schema_arrow.names)
             yield from (Skipped("no_text", f"{span.path}:{row}", fields) for row in range(span.start, span.end))
             return
+        import pyarrow
+
         first = 0
         for group in range(opened.num_row_groups):
             last = first + opened.metadata.row_group(group).num_rows
             if first < span.end and last > span.start:
                 row = first
-                for text in _column(opened, group, settings.text_field):
-                    if row >= last or text is _DAMAGED:
-                        break
-                    if span.start <= row < span.end:
-                        yield _document(text, partial("{}:{}".format, span.path, row))
-                    row += 1
+                try:
+                    batches = opened.iter_batches(_ROWS, row_groups=[group], columns=[settings.text_field])
+                    for text in islice(chain.from_iterable(b.column(0).to_pylist() for b in batches), last - first):
+                        if span.start <= row < span.end:
+                            yield _document(text, partial("{}:{}".format, span.path, row))
+                        row += 1
+                except (OSError, ValueError, pyarrow.ArrowException):
+                    pass
                 if row < min(last, span.end):
                     yield Skipped("unreadable", f"{span.path}:{max(row, span.start)}")
             first = last
-
-
-_DAMAGED = object()
-
-
-def _column(opened: Any, group: int, name: str) -> Iterator[object]:
-    """Yield the values of a column in a row group; _DAMAGED if the rest cannot be read."""
-    import pyarrow
-
-    batches = opened.iter_batches(_ROWS, row_groups=[group], columns=[name])
-    while True:
-        try:
-            values = next(batches).column(0).to_pylist()
-        except StopIteration:
-            return
-        except (OSError, ValueError, pyarrow.ArrowException):
-            yield _DAMAGED
-            return
-        yield from values
 
 
 def _read_file(span: Span, settings: ReadSettings) -> Iterator[Document | Skipped]:
