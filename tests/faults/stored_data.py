@@ -224,9 +224,8 @@ def labels(directory: Path) -> Case:
     (data / "semseg-made" / "progress").mkdir()
     made = data / "semseg-made"
     for shard in document["shards"]:
-        write_json(
-            report_path(made, Path(shard).stem), vars(LabelReport(images=2, digest=digest_of_images(data, shard)))
-        )
+        report = LabelReport(images=2, digest=digest_of_images(data / "shards" / shard))
+        write_json(report_path(made, Path(shard).stem), vars(report))
     part = {
         "kind": "semseg",
         "settings": {"model": "m", "input": ""},

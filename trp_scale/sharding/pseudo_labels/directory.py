@@ -163,7 +163,7 @@ class LabelKind(DataKind[LabelReport]):
                 report = record(LabelReport, read_json(path), str(path), DataError)
                 if report.digest != digest_of_images(images):
                     return None
-            elif _is_listed(self.dataset, read_json(self.dataset / "dataset.json"), self.name, output):
+            elif self._is_listed(read_json(self.dataset / "dataset.json"), output):
                 report = LabelReport(images=len(index.blocks))  # a finished directory has no reports
             else:
                 return None
@@ -174,13 +174,38 @@ class LabelKind(DataKind[LabelReport]):
     def is_stored(self, output: Path, identity: Mapping[str, object]) -> bool:
         path = self.dataset / "dataset.json"
         document = read_json(path)
-        if not _is_listed(self.dataset, document, self.name, output):
+        if not self._is_listed(document, output):
             return False
-        fields = Fields(_entry(self.dataset, document, self.name) or {}, f"{path}: modalities.{self.name}", DataError)
+        fields = Fields(self._entry(document) or {}, f"{path}: modalities.{self.name}", DataError)
         wanted = {name: value for name, value in identity.items() if name != "input"}
         holds = f"{output.name}/ has labels made with other settings"
         self.refuse_differences(path, fields.section("settings").document, wanted, holds)
         return True
+
+    def _entry(self, document: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Return the description of the modality in dataset.json; `None` if the data set has no such maps."""
+        described = Fields(document, str(self.dataset / "dataset.json"), DataError).section("modalities")
+        entry: dict[str, Any] | None = described.take(self.name, dict | None, None)
+        return {} if entry is None and map_formats()[self.name].suffix in document["suffixes"] else entry
+
+    def _is_listed(self, document: Mapping[str, Any], output: Path) -> bool:
+        """Whether dataset.json lists a directory of labels."""
+        entry = self._entry(document)
+        return entry is not None and entry.get("directory", OWN_TAR) == output.name
+
+    def refuse_present(self, document: Mapping[str, Any], flag: str, *, replace: bool) -> None:
+        """Raise DataError if dataset.json already lists the modality and `replace` is not set.
+
+        Args:
+            flag: that selects the directory of the labels, for the message.
+        """
+        entry = self._entry(document)
+        if entry is not None and not replace:
+            raise DataError(
+                f"{self.dataset / 'dataset.json'}: modality {self.name} already exists in "
+                f"{entry.get('directory', OWN_TAR)}/{' (exact)' if entry.get('exact') else ''}; give --replace to "
+                f"replace it with the new labels ({flag})"
+            )
 
     def document(
         self, part: Mapping[str, Any], shards: list[str], blocks: int, total: LabelReport
@@ -202,9 +227,9 @@ class LabelKind(DataKind[LabelReport]):
         replace = Fields(document, f"{output}: description of the parts", DataError).take("replace", bool)
         with only_run(self.dataset, patience=PATIENCE_S):
             whole = read_json(path)
-            if not _is_listed(self.dataset, whole, self.name, output):  # else only lost labels were restored
-                refuse_present(self.dataset, whole, self.name, self.flag, replace=replace)
-                if (before := _entry(self.dataset, whole, self.name)) is not None:
+            if not self._is_listed(whole, output):  # else only lost labels were restored
+                self.refuse_present(whole, self.flag, replace=replace)
+                if (before := self._entry(whole)) is not None:
                     document["replaced"] = before
                 entry = {name: value for name, value in document.items() if name != "replace"}
                 entry["directory"] = output.name
@@ -244,34 +269,6 @@ def label_kind(dataset: Path, document: Mapping[str, Any], modality: str) -> Lab
         dataset=dataset,
         shards=fields.file_names("shards"),
     )
-
-
-def refuse_present(dataset: Path, document: Mapping[str, Any], modality: str, flag: str, *, replace: bool) -> None:
-    """Raise DataError if dataset.json already lists the modality and `replace` is not set.
-
-    Args:
-        flag: that selects the directory of the labels, for the message.
-    """
-    entry = _entry(dataset, document, modality)
-    if entry is not None and not replace:
-        raise DataError(
-            f"{dataset / 'dataset.json'}: modality {modality} already exists in "
-            f"{entry.get('directory', OWN_TAR)}/{' (exact)' if entry.get('exact') else ''}; give --replace to replace "
-            f"it with the new labels ({flag})"
-        )
-
-
-def _entry(dataset: Path, document: Mapping[str, Any], modality: str) -> dict[str, Any] | None:
-    """Return the description of a modality in dataset.json; `None` if the data set has no such maps."""
-    described = Fields(document, str(dataset / "dataset.json"), DataError).section("modalities")
-    entry: dict[str, Any] | None = described.take(modality, dict | None, None)
-    return {} if entry is None and map_formats()[modality].suffix in document["suffixes"] else entry
-
-
-def _is_listed(dataset: Path, document: Mapping[str, Any], modality: str, output: Path) -> bool:
-    """Whether dataset.json lists a directory of labels."""
-    entry = _entry(dataset, document, modality)
-    return entry is not None and entry.get("directory", OWN_TAR) == output.name
 
 
 def digest_of_images(shard: Path) -> str:

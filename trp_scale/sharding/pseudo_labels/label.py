@@ -41,7 +41,6 @@ from trp_scale.sharding.pseudo_labels.directory import (
     digest_of_images,
     label_kind,
     label_kinds,
-    refuse_present,
 )
 from trp_scale.sharding.pseudo_labels.models import (
     FoundModel,
@@ -85,7 +84,7 @@ def pseudo_label(config: PseudoLabelConfig) -> bool:
         identity = {"model": model.fingerprint, "precision": precision, **identity}
         job = ShardingJob(config, output, kind, identity)
         if not kind.is_stored(output, identity):
-            refuse_present(config.data, document, modality, f"{kind.flag} {output.name}", replace=config.replace)
+            kind.refuse_present(document, f"{kind.flag} {output.name}", replace=config.replace)
         work = (model, output, settings, tuple(document["suffixes"]), config.batch, devices, precision, *threads)
         labellings.append((job, work, {"model": model.name, "replace": config.replace, **description}))
     shards = config.own_part().select(document["shards"])

@@ -271,23 +271,20 @@ def _make_tokenizer(config: ShardTextConfig, corpus: Corpus, read: ReadSettings)
     """Make the tokenizer in the first part that gets the lock; other parts wait."""
     directory = config.output / TOKENIZER
     with only_run(config.output, "tokenizer.lock", patience=TOKENIZER_PATIENCE):
-        if not directory.exists():
-            _write_tokenizer(config, corpus, read, directory)
+        if directory.exists():
+            return
+        if config.tokenizer:
+            copy_tokenizer_directory(Path(config.tokenizer), directory)
+            return
+        sampled = corpus.portions[:: -(-len(corpus.portions) // SAMPLED_PORTIONS)]
+        share = max(1, config.tokenizer_sample_bytes // len(sampled))
+        log.info("training a tokenizer of %d pieces", config.vocab_size)
 
+        def texts() -> Iterator[str]:
+            return (text for portion in sampled for text in _sample(portion, read, share))
 
-def _write_tokenizer(config: ShardTextConfig, corpus: Corpus, read: ReadSettings, directory: Path) -> None:
-    if config.tokenizer:
-        copy_tokenizer_directory(Path(config.tokenizer), directory)
-        return
-    sampled = corpus.portions[:: -(-len(corpus.portions) // SAMPLED_PORTIONS)]
-    share = max(1, config.tokenizer_sample_bytes // len(sampled))
-    log.info("training a tokenizer of %d pieces", config.vocab_size)
-
-    def texts() -> Iterator[str]:
-        return (text for portion in sampled for text in _sample(portion, read, share))
-
-    tokenizer = train_word_piece(texts, config.vocab_size, config.lowercase)
-    save_trained(tokenizer, directory, config.lowercase, config.length)
+        tokenizer = train_word_piece(texts, config.vocab_size, config.lowercase)
+        save_trained(tokenizer, directory, config.lowercase, config.length)
 
 
 def _sample(portion: TextPortion, read: ReadSettings, limit: int) -> Iterator[str]:
