@@ -257,27 +257,16 @@ class TextRowReader:
     """Reads rows of several data sets.
 
     Args:
-        readers: reader of each data set.
-        names: names in the mixture, prefixes of the keys of corrupt blocks.
-        row_length: P.
-        segments: maximum segments of a packed row; 0 = not packed.
-        token_dtype: type of stored tokens.
-        vocab_size: bound of token ids.
+        datasets: members of the mixture; their names are prefixes of the keys of corrupt blocks.
+        meta: properties that they share.
+        verify: check each member's checksum.
     """
 
-    def __init__(
-        self,
-        *,
-        readers: Sequence[ArrayReader],
-        names: Sequence[str],
-        row_length: int,
-        segments: int,
-        token_dtype: str,
-        vocab_size: int,
-    ) -> None:
-        self._readers, self._names = readers, names
-        self._dtypes = (np.dtype(token_dtype), np.dtype(np.uint8), np.dtype(np.uint16))
-        self._row_length, self._segments, self._vocab_size = row_length, segments, vocab_size
+    def __init__(self, datasets: Sequence[TextDataset], meta: TextMeta, *, verify: bool) -> None:
+        self._readers = [ArrayReader(dataset.samples, dataset.blocks, verify=verify) for dataset in datasets]
+        self._names = [dataset.name for dataset in datasets]
+        self._dtypes = (np.dtype(meta.token_dtype), np.dtype(np.uint8), np.dtype(np.uint16))
+        self._row_length, self._segments, self._vocab_size = meta.row_length, meta.segments, meta.vocab_size
 
     def read(self, member: Integers, block: Integers, own: Integers, partner: Integers) -> TextRows:
         """Read the rows `own` and `partner` of each block, all [R].

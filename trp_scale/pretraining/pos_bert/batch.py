@@ -17,7 +17,6 @@ from trp_scale.data.hashing import Integers, Words, below, mix, name_hash
 from trp_scale.data.mixture import MemberPath
 from trp_scale.data.plan import Addresses, row_states
 from trp_scale.data.sources import Rows, require_kind
-from trp_scale.data.tar_reader import ArrayReader
 from trp_scale.data.text.dataset import (
     WORD_START,
     Flags,
@@ -170,14 +169,7 @@ class TextBatchBuilder(BatchBuilder):
         self._captured = config.training.capture == "on"
         self._always_masked = self._captured or config.training.compile in ("blocks", "whole")
         self._block_rows = [dataset.blocks.rows for dataset in datasets]
-        self._reader = TextRowReader(
-            readers=[ArrayReader(dataset.samples, dataset.blocks, verify=config.data.verify) for dataset in datasets],
-            names=[dataset.name for dataset in datasets],
-            row_length=meta.row_length,
-            segments=meta.segments,
-            token_dtype=meta.token_dtype,
-            vocab_size=meta.vocab_size,
-        )
+        self._reader = TextRowReader(datasets, meta, verify=config.data.verify)
         self._masker = TokenMasker(
             config.masking,
             length=meta.length,

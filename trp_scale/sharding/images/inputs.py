@@ -36,17 +36,6 @@ TORCHVISION = "torchvision:"
 """Prefix of an input that names a torchvision dataset."""
 
 
-def list_input(config: ShardImagesConfig) -> Listing:
-    """List all images of the input.
-
-    Raises:
-        DataError: the kind of input is unknown, or a setting does not apply to it.
-    """
-    listing = _list(config)
-    describe_maps(config, listing)
-    return listing
-
-
 def _list(config: ShardImagesConfig) -> Listing:
     if config.embedded:
         _refuse_inapplicable_settings(config, "--embedded")
@@ -82,12 +71,15 @@ def _refuse_inapplicable_settings(
         raise DataError(f"--class_names {config.class_names}: needs tars, not {kind}; remove the flag")
 
 
-def describe_maps(config: ShardImagesConfig, listing: Listing) -> None:
-    """Fill `listing.maps` for maps read from files, and add their description to the fingerprint.
+def list_input(config: ShardImagesConfig) -> Listing:
+    """List all images of the input. Describe maps that are read from files, and add their description to the
+    fingerprint.
 
     Raises:
-        DataError: a setting has no maps, or a required setting is missing.
+        DataError: the kind of input is unknown, a setting does not apply to it or has no maps, or a required setting is
+            missing.
     """
+    listing = _list(config)
     flags = config.map_settings()
     for name, kind in modalities().items():
         if kind.format is None:
@@ -104,6 +96,7 @@ def describe_maps(config: ShardImagesConfig, listing: Listing) -> None:
             _check_first_map(listing, files)
             if files.content:
                 listing.fingerprint = hashlib.sha256(listing.fingerprint.encode() + files.content).hexdigest()
+    return listing
 
 
 def _check_first_map(listing: Listing, files: MapFiles) -> None:
