@@ -20,7 +20,7 @@ from typing import Any
 from trp_scale.config.registry import load_module, own_modules
 from trp_scale.errors import DataError
 from trp_scale.sharding.parts import SpreadSettings
-from trp_scale.sharding.workers import Advance, PortionT, ReportT, process_died
+from trp_scale.sharding.workers import Advance, PortionT, ProgressBar, ReportT, process_died
 
 RETRIES = 5
 """Retries of a portion after its process or node was lost."""
@@ -84,7 +84,8 @@ class _Worker:
     """Worker in a process of the cluster; returns its counts with each report.
 
     Args:
-        make, arguments, counters: as of `run_on_ray`.
+        make, arguments: as of `run_on_ray`.
+        counters: number of counters.
         directory: working directory for relative paths.
         modules: of --module.
     """
@@ -125,19 +126,17 @@ def run_on_ray(
     arguments: tuple[Any, ...],
     *,
     processes: int,
-    counters: int,
     gpus: int,
+    bar: ProgressBar,
     advance: Advance,
-    title: str,
 ) -> dict[int, ReportT]:
     """Make the shards of `portions` and return their reports by number.
 
     Args:
         make, arguments, gpus: as of `run_portions`.
         processes: concurrent portions; 0 = one per CPU or GPU of the cluster.
-        counters: number of counters of a worker.
+        bar: counters of a worker, and name of the work for messages.
         advance: called with the counts of each finished portion.
-        title: name of the work, for messages.
 
     Raises:
         DataError: the cluster has no CPU or GPU, or a portion failed after all retries.
@@ -147,7 +146,7 @@ def run_on_ray(
         has = ray.cluster_resources()
         if lacking := [f"{has.get(name, 0):g} {name}s" for name, count in needs.items() if has.get(name, 0) < count]:
             raise DataError(f"--executor ray: the cluster has {', '.join(lacking)}; {needs} are needed: add a node")
-        run, work = os.urandom(8).hex(), ray.put((make, arguments, counters, str(Path.cwd()), own_modules()))
+        run, work = os.urandom(8).hex(), ray.put((make, arguments, len(bar.counters), str(Path.cwd()), own_modules()))
         task = ray.remote(_portion).options(
             num_cpus=needs["CPU"],
             num_gpus=gpus,
@@ -170,7 +169,7 @@ def run_on_ray(
         except ray.exceptions.RayTaskError as error:  # what the worker raised
             raise (error.cause or error) from None
         except ray.exceptions.RayError as error:
-            raise process_died(title) from error
+            raise process_died(bar.title) from error
         return reports  # after an error running tasks are not cancelled: cancelling can crash ray 2.60
 
 

@@ -241,16 +241,8 @@ def run_portions(
         if executor == "ray":
             from trp_scale.sharding.clusters import run_on_ray
 
-            return run_on_ray(
-                portions,
-                make,
-                arguments,
-                processes=processes,
-                counters=len(bar.counters),
-                gpus=gpus,
-                advance=_advance(counters),
-                title=bar.title,
-            )
+            advance = _advance(counters)
+            return run_on_ray(portions, make, arguments, processes=processes, gpus=gpus, bar=bar, advance=advance)
         processes = min(processes or len(os.sched_getaffinity(0)), len(portions))
         if processes == 1:
             worker = make(*arguments, _advance(counters))

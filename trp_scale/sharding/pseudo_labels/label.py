@@ -48,8 +48,6 @@ from trp_scale.sharding.pseudo_labels.models import (
     Labeller,
     Precision,
     find_model,
-    load_model,
-    load_processor,
 )
 from trp_scale.sharding.workers import Advance, Portion, process_number
 
@@ -202,16 +200,7 @@ class LabelWorker:
     @cached_property
     def _labeller(self) -> Labeller:
         """Model, loaded on first use so that its errors belong to a shard."""
-        model = self._model
-        processor = load_processor(model.flag, model.directory)
-        return Labeller(
-            model,
-            load_model(model, self._device),
-            processor,
-            label_kinds()[model.modality].interpret(processor, model.details, self._settings),
-            device=self._device,
-            precision=self._precision,
-        )
+        return Labeller(self._model, self._settings, device=self._device, precision=self._precision)
 
     def __call__(self, portion: Portion[str]) -> None:
         (shard,) = portion.items

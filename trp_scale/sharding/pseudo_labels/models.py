@@ -20,6 +20,7 @@ from trp_scale.data.images.maps import MapFormat, map_formats
 from trp_scale.data.raw_files import files_fingerprint
 from trp_scale.errors import DataError
 from trp_scale.pretraining.modalities.base import Interpret, PseudoLabels, Size
+from trp_scale.pretraining.modalities.settings import LabelSettings
 from trp_scale.sharding.pseudo_labels.directory import label_kinds
 
 CONFIGURATION = "config.json"
@@ -243,37 +244,26 @@ class InFlight:
 
 
 class Labeller:
-    """Model that labels images.
+    """Loaded model that labels images.
 
     Args:
-        model: loaded on `device`.
-        processor: image processor of the model.
-        interpret: converts the model output to maps.
+        settings: label settings of the modality.
         precision: bf16 uses autocast, so that normalisation and softmax stay in fp32.
 
     Raises:
-        DataError: the model cannot label an image.
+        DataError: the model cannot be loaded, or cannot label an image.
     """
 
     def __init__(
-        self,
-        source: FoundModel,
-        model: Any,
-        processor: Any,
-        interpret: Interpret,
-        *,
-        device: torch.device,
-        precision: Precision,
+        self, source: FoundModel, settings: LabelSettings, *, device: torch.device, precision: Precision
     ) -> None:
         self.modality = source.modality
         self.format: MapFormat = map_formats()[source.modality]
         self.dtype: type[np.generic] = np.uint16 if 16 in self.format.bits else np.uint8
-        self._flag = source.flag
-        self._model = model
-        self._processor = processor
-        self._interpret = interpret
-        self._device = device
-        self._precision = precision
+        self._flag, self._device, self._precision = source.flag, device, precision
+        self._processor = load_processor(source.flag, source.directory)
+        self._model = load_model(source, device)
+        self._interpret: Interpret = label_kinds()[source.modality].interpret(self._processor, source.details, settings)
         self._probe()
 
     def _probe(self) -> None:

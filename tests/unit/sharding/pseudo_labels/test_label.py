@@ -120,7 +120,7 @@ def test_a_run_stopped_before_its_last_word_says_it_later(
         with pytest.raises(ZeroDivisionError):
             label(data, models)
     assert "modalities" not in read_json(data / "dataset.json")
-    monkeypatch.setattr("trp_scale.sharding.pseudo_labels.label.load_model", lambda *_: 1 / 0)  # needs no model
+    monkeypatch.setattr("trp_scale.sharding.pseudo_labels.models.load_model", lambda *_: 1 / 0)  # needs no model
     assert label(data, models)
     assert files(data) == files(whole)
     assert label(data, models)

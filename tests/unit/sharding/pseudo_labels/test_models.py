@@ -16,9 +16,8 @@ from tests.unit.sharding.pseudo_labels.conftest import Models, config_of, files,
 from tests.unit.sharding.pseudo_labels.tiny_models import depth_anything, dpt_depth, dpt_segmentation, segformer
 from trp_scale.data.index import read_json
 from trp_scale.errors import DataError
-from trp_scale.pretraining.modalities.depth import depth_maps
-from trp_scale.sharding.pseudo_labels.label import pseudo_label
-from trp_scale.sharding.pseudo_labels.models import Labeller, find_model, load_model, load_processor
+from trp_scale.sharding.pseudo_labels.label import PseudoLabelConfig, pseudo_label
+from trp_scale.sharding.pseudo_labels.models import Labeller, find_model, load_model
 
 ROOT = Path(__file__).resolve().parents[4]
 
@@ -211,6 +210,5 @@ def test_a_model_that_needs_more_than_an_image(models: Models, monkeypatch: pyte
 
 def labeller(model: Path, modality: str) -> Labeller:
     found = find_model(modality, str(model))
-    device, processor = torch.device("cpu"), load_processor(found.flag, found.directory)
-    loaded = load_model(found, device)
-    return Labeller(found, loaded, processor, depth_maps(processor, None), device=device, precision="fp32")
+    settings = PseudoLabelConfig.with_modality_sections()(data=model).section(modality)
+    return Labeller(found, settings, device=torch.device("cpu"), precision="fp32")
