@@ -128,7 +128,7 @@ def test_ctrl_c_is_one_line_and_leaves_no_process(
     """A terminal sends SIGINT to all processes."""
     long = tmp_path / "long.jsonl"
     long.write_text(text_dataset.with_suffix(".jsonl").read_text("utf-8") * 50, "utf-8")
-    own = ["--inputs", str(long), "--tokenizer", str(text_dataset / "tokenizer")] if words is TEXT else []
+    own = ["--inputs", str(long), "--tokenizer_sample_bytes", "20000"] if words is TEXT else []
     shared = ["--processes", "2", "--output", str(tmp_path / "out")]
     process = subprocess.Popen(
         [sys.executable, "-m", "trp_scale", *words, *own, *shared],
