@@ -17,7 +17,7 @@ from trp_scale.config import AVERAGE, PretrainConfig, RefusedError
 from trp_scale.config.finetuning import FinetuneConfig, GroupDownstreamConfig, ImageTaskConfig
 from trp_scale.data.images.leakage import image_datasets, shared_images
 from trp_scale.data.mixture import MemberPath, parse_members, parse_paths
-from trp_scale.data.plan import HeldOutPlan, held_out
+from trp_scale.data.plan import HeldOutPlan
 from trp_scale.data.sources import Chosen, Rows, within_cpus
 from trp_scale.distributed.environment import Environment
 from trp_scale.distributed.groups import Group, check_shared_directory, on_rank_zero
@@ -35,7 +35,14 @@ from trp_scale.finetuning.measurement import (
     read_origin,
     refuse_unreadable_rows,
 )
-from trp_scale.finetuning.task import DownstreamTask, build_task, has_training_data, seed_result, task_class
+from trp_scale.finetuning.task import (
+    DownstreamTask,
+    build_task,
+    has_training_data,
+    seed_result,
+    select_training_blocks,
+    task_class,
+)
 from trp_scale.methods.balancing.settings import UniformSettings
 from trp_scale.pretraining.base import Upstream, build_upstream, find_upstream
 from trp_scale.reporting.measurement import Measurement
@@ -167,10 +174,7 @@ def _held_out(run: ReadRun, config: PretrainConfig, rows: Rows, paths: Sequence[
             f"the data at data.path {config.data.path} from {Path.cwd()} has changed since the run, so its held-out "
             "rows are unknown; restore it, or give --data DIR to measure on all of other data"
         )
-    return [
-        held_out(blocks.identities, fraction, where=str(path.path))
-        for blocks, path in zip(rows.blocks, paths, strict=True)
-    ]
+    return [~mask for mask in select_training_blocks(rows.blocks, paths, fraction)]
 
 
 @while_training

@@ -22,7 +22,6 @@ from trp_scale.core.batch import Batch
 from trp_scale.distributed.environment import Environment
 from trp_scale.distributed.groups import Group
 from trp_scale.evaluation.arguments import ROBUSTNESS_TITLES
-from trp_scale.evaluation.probe.images import open_probed
 from trp_scale.finetuning.classification.settings import ClassificationTaskConfig
 from trp_scale.finetuning.classification.task import ImageClassification, ImageClassifier, open_labelled
 from trp_scale.finetuning.measurement import GatheredRows, ReadRun, predict, predicting_engine
@@ -168,7 +167,7 @@ class RobustClassifier:
         self.config.batch.micro_size = micro_size or self.config.batch.micro_rows
         self.config.batch.global_size = self.config.batch.micro_rows * environment.data.size
         self.environment, self.seed = environment, run.config.training.seed
-        names = open_labelled(classes_of).meta.classes if classes_of else run.classes
+        names = open_labelled(config, classes_of).meta.classes if classes_of else run.classes
         if names is None:
             raise RefusedError(
                 f"--run {run.directory}: the checkpoint contains no class names, which sets are matched by; give the "
@@ -192,8 +191,8 @@ class RobustClassifier:
         config = copy.deepcopy(self.config)
         if whole:
             config.augmentation.measured = "whole"
-        images = open_probed(config, str(directory))
-        columns = class_columns(self.classes, images.opened.meta.classes, directory)
+        images = open_labelled(config, str(directory))
+        columns = class_columns(self.classes, images.meta.classes, directory)
         metrics, group = SubsetAccuracy(columns), self.environment.data
         predict(self.engine, ImageClassification().logits, images.batches(group), [metrics])
         return metrics.finish(group)

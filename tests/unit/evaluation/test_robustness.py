@@ -17,7 +17,6 @@ from trp_scale.config import RefusedError
 from trp_scale.core.batch import Batch
 from trp_scale.distributed.environment import Environment
 from trp_scale.distributed.groups import ALONE
-from trp_scale.evaluation.probe.images import open_probed
 from trp_scale.evaluation.robustness import (
     ALEXNET_ERRORS,
     SEVERITIES,
@@ -27,7 +26,7 @@ from trp_scale.evaluation.robustness import (
     class_columns,
     corruption_errors,
 )
-from trp_scale.finetuning.classification.task import ImageClassifier
+from trp_scale.finetuning.classification.task import ImageClassifier, open_labelled
 from trp_scale.finetuning.measurement import read_run
 from trp_scale.models.patches import Pixels
 from trp_scale.reporting.results import read_results
@@ -51,7 +50,7 @@ def logits_of(tuned: Path, data: Path) -> tuple[torch.Tensor, torch.Tensor]:
     model = ImageClassifier(run.config).eval()
     model.load_state_dict(read_full_state(run.checkpoint))
     result, labels = [], []
-    for batch in open_probed(run.config, str(data)).batches(ALONE):
+    for batch in open_labelled(run.config, str(data)).batches(ALONE):
         present = batch["row_weights"] > 0
         with torch.no_grad():
             result.append(model(Pixels()(batch["images"]))[present])

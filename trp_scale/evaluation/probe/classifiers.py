@@ -41,7 +41,7 @@ from trp_scale.training.loop import learning_rate
 
 if TYPE_CHECKING:
     from trp_scale.evaluation.encoders import FrozenEncoder
-    from trp_scale.evaluation.probe.images import ProbedImages
+    from trp_scale.finetuning.classification.task import LabelledImages
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +86,7 @@ def extract(encoder: FrozenEncoder, batches: Iterable[Batch], group: Group = ALO
 
 
 def all_features(
-    encoder: FrozenEncoder, images: ProbedImages, group: Group, cache: Path
+    encoder: FrozenEncoder, images: LabelledImages, group: Group, cache: Path
 ) -> tuple[LabelledFeatures | None, bool]:
     """Return the features of all images, on rank 0 only, and whether they were cached. Collective. Raises
     RefusedError on all ranks, as `extract` or if the cache is not writable."""
@@ -281,7 +281,7 @@ def accuracy_by_class(predicted: Integers, labels: Integers, names: tuple[str, .
 
 def fit_fresh(
     encoder: FrozenEncoder,
-    images: ProbedImages,
+    images: LabelledImages,
     features: Features,
     settings: LinearSettings,
     *,
@@ -310,7 +310,7 @@ def fit_fresh(
             f"--batch_size is {pass_rows // group.size} on {group.size} ranks, but a step has {most} images "
             f"(--linear.batch_size, or all {rows} training images); allowed: at most {most} images on all ranks"
         )
-    probe = LinearProbe(encoder.width, len(images.opened.classes), rows, settings, seed=seed, pass_rows=pass_rows)
+    probe = LinearProbe(encoder.width, len(images.classes), rows, settings, seed=seed, pass_rows=pass_rows)
     size = probe.batch_size
     # Crops have at least 0.08 of the image's area (Szegedy et al. 2015), as in He et al., A.1.
     source = images.random_crops(group, fraction, smallest=0.08, batch=size, seed=seed)

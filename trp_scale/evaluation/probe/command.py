@@ -49,7 +49,7 @@ from trp_scale.reporting.results import RESULTS_FILE, Results, SeedResult, join,
 from trp_scale.training.rundir import create_run_directory
 
 if TYPE_CHECKING:
-    from trp_scale.evaluation.probe.images import ProbedImages
+    from trp_scale.finetuning.classification.task import LabelledImages
 
 logger = logging.getLogger(__name__)
 
@@ -62,15 +62,15 @@ class ImageProbe:
     """
 
     def __init__(self, arguments: ProbeArguments, environment: Environment) -> None:
-        from trp_scale.evaluation.probe.images import open_probed  # with timm, which text goes without
+        from trp_scale.finetuning.classification.task import open_labelled  # with timm, which text goes without
 
         self.arguments, self.environment, self.world = arguments, environment, environment.world
         self.config = self.settings(arguments.image_size)
-        self.train = open_probed(self.config, arguments.data)
-        self.test: ProbedImages | None = None
+        self.train = open_labelled(self.config, arguments.data)
+        self.test: LabelledImages | None = None
         if arguments.test is not None:
             check_test(self.config, arguments.test)
-            self.test = open_probed(self.config, str(arguments.test))
+            self.test = open_labelled(self.config, str(arguments.test))
         self.split = arguments.split or ("dev" if arguments.test is None else "test")
         self.fresh = arguments.method == "linear" and arguments.linear.crops == "fresh"  # runs in every epoch
         self.fraction = 0.0 if arguments.test is not None else arguments.validation_fraction  # held out and measured
@@ -132,7 +132,7 @@ class ImageProbe:
                 seed,
                 accuracy(answers, test.labels),
                 detail={
-                    "accuracy_by_class": accuracy_by_class(answers, test.labels, self.train.opened.classes),
+                    "accuracy_by_class": accuracy_by_class(answers, test.labels, self.train.classes),
                     "images": len(test.labels),
                     "features_from_cache": cached,
                     **summary.pop("detail", {}),
@@ -147,7 +147,7 @@ class ImageProbe:
         source, images = self.arguments.groups, self.train if self.test is None else self.test
         if not source:
             return {}
-        names = images.opened.groups(source)
+        names = images.groups(source)
         groups = Groups.from_names(source, self.arguments.least_group, *names)
         numbers = np.concatenate([groups.number(part) for part in names])
         return groups.summarise(numbers[images.held_out(self.fraction)] if self.test is None else numbers, right)
@@ -207,13 +207,13 @@ class ImageProbe:
         if reason:
             logger.warning("%s is left out: %s", NAME, reason)
             return None
-        from trp_scale.evaluation.probe.images import open_probed
+        from trp_scale.finetuning.classification.task import open_labelled
 
         # All test images, at the size that the head was trained with.
         settings = second_stage.config
         config = self.settings(settings.crops.size)
         encoder = self.encoder(config, str(settings.multilevel.pooling), weights=second_stage.encoder_weights())
-        features, _ = all_features(encoder, open_probed(config, str(test)), self.world, self.arguments.cache)
+        features, _ = all_features(encoder, open_labelled(config, str(test)), self.world, self.arguments.cache)
 
         def judge() -> SeedResult:
             assert features is not None, "rank 0 has the features"

@@ -12,7 +12,7 @@ with the singular values sigma of the features: the number of directions they us
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -47,7 +47,8 @@ from trp_scale.finetuning.glue.settings import GlueTaskConfig
 from trp_scale.finetuning.measurement import all_blocks, require_scikit_learn
 
 if TYPE_CHECKING:
-    from trp_scale.evaluation.probe.images import BlockMasks, ProbedImages
+    from trp_scale.data.sources import Chosen
+    from trp_scale.finetuning.classification.task import LabelledImages
 
 SHARE = 0.01
 """Share of the run's time for measurements if `every` is 0."""
@@ -191,7 +192,7 @@ class ImageRows:
     """
 
     def __init__(self, settings: ProbesSettings, run: RunContext) -> None:
-        from trp_scale.evaluation.probe.images import open_probed  # with timm, which text goes without
+        from trp_scale.finetuning.classification.task import open_labelled  # with timm, which text goes without
 
         self.settings, self.run = settings, run
         config = ClassificationTaskConfig()
@@ -200,12 +201,12 @@ class ImageRows:
         self.config = set_shown_images(config, size=0, batch=BATCH)
         config.augmentation.measured = settings.seen
         path = config.data.path = settings.data or run.config.data.path
-        self.train = self.test = open_probed(config, path)
+        self.train = self.test = open_labelled(config, path)
         fraction = run.config.data.validation_fraction if path == run.config.data.path else 0.0
         if settings.test:
             check_test(config, Path(settings.test))
-            self.test = open_probed(config, settings.test)
-            measured = all_blocks([dataset.blocks for dataset in self.test.opened.datasets])
+            self.test = open_labelled(config, settings.test)
+            measured = all_blocks([dataset.blocks for dataset in self.test.datasets])
         else:
             fraction = fraction or 0.1  # a tenth of labelled images without held-out ones
             measured = self.train.held_blocks(fraction)
@@ -232,14 +233,16 @@ class ImageRows:
         measured = self._extract(encoder, self.test, self.measured, self.settings.measured)
         return (learned, measured) if world.rank == 0 else None
 
-    def _extract(self, encoder: FrozenEncoder, images: ProbedImages, blocks: BlockMasks, rows: int) -> LabelledFeatures:
+    def _extract(
+        self, encoder: FrozenEncoder, images: LabelledImages, blocks: Sequence[Chosen], rows: int
+    ) -> LabelledFeatures:
         read = extract(encoder, images.once(blocks, self.run.world), self.run.world)
         return LabelledFeatures(features=read.features[:rows], labels=read.labels[:rows])
 
 
-def first_blocks(images: ProbedImages, among: BlockMasks, rows: int) -> BlockMasks:
+def first_blocks(images: LabelledImages, among: Sequence[Chosen], rows: int) -> list[Chosen]:
     """Select the blocks with the lowest key hashes among `among` until they contain `rows` rows."""
-    blocks = [dataset.blocks for dataset in images.opened.datasets]
+    blocks = [dataset.blocks for dataset in images.datasets]
     identities, sizes = (
         np.concatenate(columns) for columns in zip(*((b.identities, b.rows) for b in blocks), strict=True)
     )

@@ -3,13 +3,15 @@ AdPE A)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -18,8 +20,8 @@ from trp_scale.config import RefusedError
 from trp_scale.core.batch import Batch, TaskLosses
 from trp_scale.data.images.dataset import ImageDataset, ImageMeta, agree_images, open_image_dataset
 from trp_scale.data.mixture import MemberPath, parse_paths
-from trp_scale.data.plan import Plan
-from trp_scale.data.sources import Rows
+from trp_scale.data.plan import HeldOutPlan, Plan, TrainPlan
+from trp_scale.data.sources import Chosen, Rows, TrainSource
 from trp_scale.distributed.environment import Environment
 from trp_scale.distributed.groups import Group, on_rank_zero
 from trp_scale.finetuning.classification.batch import MeasuredImages, TrainingImages
@@ -28,9 +30,11 @@ from trp_scale.finetuning.groups import Groups, image_groups, read_group_file
 from trp_scale.finetuning.measurement import (
     GatheredRows,
     Metrics,
+    all_blocks,
     image_keys,
     image_names,
     label_ranks,
+    read_once,
     unique_names,
     write_table,
 )
@@ -59,8 +63,8 @@ class ClassificationTask(ImageTask[ClassificationTaskConfig]):
 
     def __init__(self, config: ClassificationTaskConfig, environment: Environment) -> None:
         test_path = config.downstream.test_path
-        train = open_labelled(config.data.path)
-        measured = open_labelled(test_path) if test_path else train
+        train = open_labelled(config, config.data.path)
+        measured = open_labelled(config, test_path) if test_path else train
         config.downstream.classes = len(train.classes)
         if train.meta.classes is not None and measured.meta.classes not in (None, train.meta.classes):
             raise RefusedError(
@@ -73,8 +77,8 @@ class ClassificationTask(ImageTask[ClassificationTaskConfig]):
                 f"--downstream.test_path has images of class {len(measured.classes) - 1}, --data.path has "
                 f"{len(train.classes)} classes, from 0; allowed: the same classes"
             )
-        groups, rows = None, train.rows(TrainingImages(config, train.datasets, train.meta))
-        measured_rows = measured.rows(MeasuredImages(config, measured.datasets, measured.meta))
+        groups, rows = None, train.rows(config, TrainingImages)
+        measured_rows = measured.rows(config, MeasuredImages)
         if source := config.downstream.groups:
             names, measured_names = train.groups(source), measured.groups(source)
             groups = Groups.from_names(source, config.downstream.least_group, *names, *measured_names)
@@ -186,27 +190,45 @@ class Accuracy:
 
 @dataclass(frozen=True, kw_only=True)
 class LabelledImages:
-    """Data sets of images with classes.
+    """Opened data sets of images with classes.
 
     Attributes:
+        config: image transform (crops, augmentation) and batches of `once` and `random_crops`.
         paths, datasets: of the mixture's members.
         meta: shared by the members.
         classes: names, or numbers if the data sets have no names.
     """
 
+    config: ClassificationTaskConfig
     paths: list[MemberPath]
     datasets: list[ImageDataset]
     meta: ImageMeta
     classes: tuple[str, ...]
 
+    @property
+    def digest(self) -> str:
+        """Digest of all images and classes."""
+        return " ".join(dataset.digest() for dataset in self.datasets)
+
+    def held_blocks(self, fraction: float) -> list[Chosen]:
+        """Return [blocks] of each data set that are held out for this data.validation_fraction."""
+        blocks = [dataset.blocks for dataset in self.datasets]
+        return [~mask for mask in select_training_blocks(blocks, self.paths, fraction)]
+
+    def held_out(self, fraction: float) -> npt.NDArray[np.bool_]:
+        """Return [n] which images are held out, in stored order."""
+        pairs = zip(self.held_blocks(fraction), self.datasets, strict=True)
+        return np.concatenate([np.repeat(mask, dataset.blocks.rows) for mask, dataset in pairs])
+
+    def labels(self, chosen: Sequence[Chosen]) -> npt.NDArray[np.int64]:
+        """Return the classes [n] of the images in these blocks, in stored order."""
+        pairs = zip(self.datasets, chosen, strict=True)
+        return np.concatenate([data.samples.labels[np.repeat(mask, data.blocks.rows)] for data, mask in pairs])
+
     def most_frequent(self, fraction: float) -> int:
         """Return the most frequent class of the images that are not held out; ties go to the lower class."""
-        blocks = [dataset.blocks for dataset in self.datasets]
-        counts = np.zeros(len(self.classes), dtype=np.int64)
-        for dataset, chosen in zip(self.datasets, select_training_blocks(blocks, self.paths, fraction), strict=True):
-            of_images = np.repeat(chosen, dataset.blocks.rows)  # [n], in the order of the images
-            counts += np.bincount(dataset.samples.labels[of_images], minlength=len(counts))
-        return int(counts.argmax())
+        labels = self.labels([~held for held in self.held_blocks(fraction)])
+        return int(np.bincount(labels, minlength=len(self.classes)).argmax())
 
     def groups(self, source: str) -> list[list[str]]:
         """Return the group of each image in stored order, for each data set; see `image_groups`."""
@@ -216,12 +238,49 @@ class LabelledImages:
             for dataset in self.datasets
         ]
 
-    def rows(self, builder: TrainingImages | MeasuredImages) -> Rows:
+    def rows(self, config: ClassificationTaskConfig, kind: type[TrainingImages] | type[MeasuredImages]) -> Rows:
+        """Return all rows, with a batch builder of this kind; downstream.classes sets the length of its targets."""
         labels = [np.asarray(dataset.samples.labels, dtype=np.int64) for dataset in self.datasets]
-        return Rows.from_datasets(self.datasets, self.meta, builder, labels)
+        return Rows.from_datasets(self.datasets, self.meta, kind(config, self.datasets, self.meta), labels)
+
+    def _copy_config(self) -> ClassificationTaskConfig:
+        config = copy.deepcopy(self.config)
+        config.downstream.classes = len(self.classes)
+        return config
+
+    def batches(self, group: Group) -> Iterator[Batch]:
+        """Return this rank's micro-batches of all images, each once and in stored order; padding rows have
+        row_weights 0."""
+        return self.once(all_blocks([dataset.blocks for dataset in self.datasets]), group)
+
+    def once(self, chosen: Sequence[Chosen], group: Group) -> Iterator[Batch]:
+        """Return the batches of the chosen blocks, like `batches`."""
+        rows = self.rows(self._copy_config(), MeasuredImages)
+        return read_once(rows, HeldOutPlan(members=rows.members(self.paths, chosen)), self.config, group)
+
+    def random_crops(self, group: Group, fraction: float, *, smallest: float, batch: int, seed: int) -> TrainSource:
+        """Return an endless source of random crops, flipped half of the time, of the images that are not held out, in
+        training order.
+
+        Args:
+            smallest: smallest area of a crop relative to the image.
+            batch: images per batch, over all ranks.
+            seed: for order and crops.
+        """
+        config = self._copy_config()
+        config.crops.min_scale, config.crops.max_scale, config.crops.flip = smallest, 1.0, 0.5
+        config.batch.global_size, config.training.seed = batch, seed
+        rows = self.rows(config, TrainingImages)
+        plan = TrainPlan(
+            seed=seed,
+            members=rows.members(self.paths, [~mask for mask in self.held_blocks(fraction)]),
+            blocks_per_group=config.data.blocks_per_group,
+        )
+        flags = ("linear.batch_size", "batch_size")
+        return TrainSource(plan, rows.builder, config, rank=group.rank, world=group.size, pin_memory=False, flags=flags)
 
 
-def open_labelled(path: str) -> LabelledImages:
+def open_labelled(config: ClassificationTaskConfig, path: str) -> LabelledImages:
     """Open a data set of images with classes, or a mixture.
 
     Raises:
@@ -237,7 +296,7 @@ def open_labelled(path: str) -> LabelledImages:
     if classes is None:
         highest = max(int(dataset.samples.labels.max()) for dataset in datasets)
         classes = tuple(str(number) for number in range(1 + highest))
-    return LabelledImages(paths=paths, datasets=datasets, meta=meta, classes=classes)
+    return LabelledImages(config=config, paths=paths, datasets=datasets, meta=meta, classes=classes)
 
 
 class ImageClassification(TaskObjective):

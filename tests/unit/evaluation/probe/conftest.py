@@ -8,7 +8,7 @@ import pytest
 
 from tests.unit.data.images.stored import sample, write_images
 from tests.unit.evaluation.small_encoder import small_config, striped_images
-from trp_scale.evaluation.probe.images import ProbedImages, open_probed
+from trp_scale.finetuning.classification.task import LabelledImages, open_labelled
 
 
 @pytest.fixture(scope="session")
@@ -29,5 +29,5 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def images(stored: Path) -> ProbedImages:
-    return open_probed(small_config(), str(stored))
+def images(stored: Path) -> LabelledImages:
+    return open_labelled(small_config(), str(stored))

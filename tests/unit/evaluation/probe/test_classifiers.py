@@ -32,7 +32,7 @@ from trp_scale.evaluation.probe.classifiers import (
     shuffle,
     step_counts,
 )
-from trp_scale.evaluation.probe.images import ProbedImages
+from trp_scale.finetuning.classification.task import LabelledImages
 
 
 def clusters(rows: int, seed: int, spread: float = 1.0) -> LabelledFeatures:
@@ -159,7 +159,7 @@ def encoder() -> FrozenEncoder:
     return encoder
 
 
-def crops_and_classes(images: ProbedImages, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+def crops_and_classes(images: LabelledImages, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Images [E, n, 3, S, S] and classes [E, n] of all epochs, in training order."""
     source = images.random_crops(ALONE, 0.0, smallest=0.08, batch=8, seed=seed)
     rows = source.rows
@@ -169,7 +169,7 @@ def crops_and_classes(images: ProbedImages, seed: int) -> tuple[torch.Tensor, to
 
 
 def mae_by_loops(
-    encoder: FrozenEncoder, images: ProbedImages, weight: torch.Tensor, features: Features, seed: int
+    encoder: FrozenEncoder, images: LabelledImages, weight: torch.Tensor, features: Features, seed: int
 ) -> tuple[torch.Tensor, torch.Tensor, np.ndarray]:
     """MAE's linear probe in float64, from the description of its code: weight, bias, classes of `features`."""
     module = copy.deepcopy(encoder.module).double()
@@ -203,7 +203,7 @@ def mae_by_loops(
 
 
 def test_mae_s_protocol_is_an_independent_loop_in_float64(
-    images: ProbedImages, encoder: FrozenEncoder, monkeypatch: pytest.MonkeyPatch
+    images: LabelledImages, encoder: FrozenEncoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """37 images: two steps of 16 an epoch, and five images that the epoch drops."""
     probes: list[LinearProbe] = []
@@ -234,7 +234,7 @@ def test_mae_s_protocol_is_an_independent_loop_in_float64(
     assert not torch.equal(first.weight, other.weight)
 
 
-def test_a_forward_pass_of_more_images_than_a_step_is_refused(images: ProbedImages, encoder: FrozenEncoder) -> None:
+def test_a_forward_pass_of_more_images_than_a_step_is_refused(images: LabelledImages, encoder: FrozenEncoder) -> None:
     settings = LinearSettings(batch_size=7)
     with pytest.raises(RefusedError, match=r"--batch_size is 8 .*7 images"):
         fit_fresh(

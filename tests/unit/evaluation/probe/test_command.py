@@ -24,7 +24,7 @@ from trp_scale.evaluation.arguments import parse_probe
 from trp_scale.evaluation.figures.trained_images import TrainedImages
 from trp_scale.evaluation.probe.classifiers import LabelledFeatures
 from trp_scale.evaluation.probe.command import NAME, StageTwo, draw_of_each_class, stage_two
-from trp_scale.evaluation.probe.images import open_probed
+from trp_scale.finetuning.classification.task import open_labelled
 from trp_scale.pretraining.mae.settings import MaeConfig
 from trp_scale.reporting.results import read_results
 from trp_scale.sharding.images.settings import ShardImagesConfig
@@ -124,7 +124,7 @@ def test_the_head_of_stage_two_is_measured_beside_the_probe(
     head = stage_two(str(learned))
     assert head is not None and head.weight.shape == (2, 32) and float(head.weight.abs().max()) > 0
     trained, right, count = TrainedImages(learned), 0, 0
-    for batch in open_probed(small_config(), str(others)).batches(ALONE):
+    for batch in open_labelled(small_config(), str(others)).batches(ALONE):
         present = batch["row_weights"] > 0
         batch.fields["images"] = batch["images"][:, None]
         patches = trained.objective.patches(batch)
@@ -261,9 +261,9 @@ def test_groups_of_measured_images(
     where = ["--validation_fraction", 0.4] if held_out else ["--test", others]
     flags = [*where, "--groups", tmp_path / "groups.csv", "--least_group", 2]
     task, *_ = read_results(probe(tmp_path, learned, stripes, *flags)).tasks
-    opened = open_probed(small_config(), str(stripes if held_out else others))
+    opened = open_labelled(small_config(), str(stripes if held_out else others))
     measured = opened.held_out(0.4) if held_out else np.ones(43, dtype=np.bool_)
-    upright = opened.labels([np.ones(len(data.blocks.rows), np.bool_) for data in opened.opened.datasets]) == 0
+    upright = opened.labels([np.ones(len(data.blocks.rows), np.bool_) for data in opened.datasets]) == 0
     names = np.array(list(groups.values()))
     shares = {name: upright[measured & (names == name)].mean() for name in sorted(set(names[measured]))}
     assert {name: entry["accuracy"] for name, entry in task.detail[0]["groups"].items()} == pytest.approx(shares)

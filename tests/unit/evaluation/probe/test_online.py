@@ -18,9 +18,9 @@ from trp_scale.evaluation.arguments import ProbesSettings
 from trp_scale.evaluation.encoders import set_shown_images
 from trp_scale.evaluation.probe import online as probes
 from trp_scale.evaluation.probe.classifiers import LabelledFeatures
-from trp_scale.evaluation.probe.images import ProbedImages, open_probed
 from trp_scale.evaluation.probe.online import OnlineProbes, first_blocks, rank_me, require_two_classes
 from trp_scale.finetuning.classification.settings import ClassificationTaskConfig
+from trp_scale.finetuning.classification.task import LabelledImages, open_labelled
 from trp_scale.reporting.results import read_results
 
 SMALL = {"crops__size": 16, "vision__patch_size": 4, "training__steps": 4, "data__validation_fraction": 0.25}
@@ -66,10 +66,10 @@ def test_the_training_does_not_notice(stripes: Path, tmp_path: Path) -> None:
 
 def test_measured_rows_are_those_that_the_run_holds_out(stripes: Path) -> None:
     config = set_shown_images(ClassificationTaskConfig(), size=224, batch=8)
-    images = open_probed(config, str(stripes))
+    images = open_labelled(config, str(stripes))
     held = images.held_blocks(0.25)
     learned = first_blocks(images, [~each for each in held], 20)
-    sizes = images.opened.datasets[0].blocks.rows
+    sizes = images.datasets[0].blocks.rows
     assert not (learned[0] & held[0]).any()
     assert sizes[learned[0]].sum() == 24, "blocks of 8"
     assert first_blocks(images, held, 1000)[0].tolist() == held[0].tolist(), "all where there are fewer"
@@ -176,7 +176,7 @@ def test_the_best_of_their_figures_is_kept(stripes: Path, tmp_path: Path) -> Non
 
 
 def test_rows_of_one_class_are_refused(stripes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ProbedImages, "labels", lambda self, chosen: np.zeros(9))
+    monkeypatch.setattr(LabelledImages, "labels", lambda self, chosen: np.zeros(9))
     with pytest.raises(RefusedError, match=r"--probes.data"):
         pretrain_here(image_flags("mae_vit_b", stripes, tmp_path / "run", **SMALL, **PROBED))
     with pytest.raises(RefusedError, match=r"--probes.data.*.*5.*data/birds"):

@@ -134,7 +134,7 @@ def test_pairs_across_micro_batches_are_not_made(dataset: Path) -> None:
 def build_measured(dataset: Path, numbers: list[int], size: int, **augmentation: Any) -> Any:
     config = config_for(dataset, **augmentation)
     config.crops.size, config.downstream.classes = size, len(CLASSES)
-    labelled = open_labelled(str(dataset))
+    labelled = open_labelled(config, str(dataset))
     count = len(numbers)
     rows = np.array(numbers)
     addresses = Addresses(
