@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from trp_scale.planning.command import RunPlan as RunPlan
     from trp_scale.pretraining.modalities.base import Modality as Modality
     from trp_scale.reporting.comparison import Comparison as Comparison
-    from trp_scale.reporting.measurement import Measurement as Measurement
+    from trp_scale.reporting.comparison import Measurement as Measurement
 
 
 __version__ = "0.2.0"
@@ -70,8 +70,7 @@ _NAMES = {
     "trp_scale.methods.balancing.base": "TaskBalancer",
     "trp_scale.planning.command": "RunPlan",
     "trp_scale.pretraining.modalities.base": "Modality",
-    "trp_scale.reporting.comparison": "Comparison",
-    "trp_scale.reporting.measurement": "Measurement",
+    "trp_scale.reporting.comparison": "Comparison Measurement",
 }
 """Names of each module."""
 

@@ -27,8 +27,7 @@ if TYPE_CHECKING:
     from trp_scale.evaluation.encoders import Encoder
     from trp_scale.evaluation.reports import Exported, Report
     from trp_scale.planning.command import RunPlan
-    from trp_scale.reporting.comparison import Comparison
-    from trp_scale.reporting.measurement import Measurement
+    from trp_scale.reporting.comparison import Comparison, Measurement
 
 StrPath = str | os.PathLike[str]
 

@@ -45,7 +45,7 @@ from trp_scale.finetuning.task import (
 )
 from trp_scale.methods.balancing.settings import UniformSettings
 from trp_scale.pretraining.base import Upstream, build_upstream, find_upstream
-from trp_scale.reporting.measurement import Measurement
+from trp_scale.reporting.comparison import Measurement
 from trp_scale.reporting.results import (
     RESULT_FILE,
     RESULTS_FILE,

@@ -16,8 +16,7 @@ from trp_scale.console import Shown
 from trp_scale.errors import RefusedError
 from trp_scale.evaluation.arguments import CompareArguments, ExportArguments, ReportArguments
 from trp_scale.reporting.comparison import Comparison
-from trp_scale.reporting.comparison import compare as compare_runs
-from trp_scale.reporting.comparison_page import compare_as_page
+from trp_scale.reporting.comparison_page import compare as compare_runs
 from trp_scale.reporting.document import can_draw, page_text
 from trp_scale.reporting.record import RunRecord, read_run
 from trp_scale.reporting.run import run_page, write_page
@@ -84,10 +83,8 @@ def report(arguments: ReportArguments) -> Report:
 
 
 def compare(arguments: CompareArguments) -> Comparison:
-    """Compare runs, and write the files of the flags. Raises as `comparison.compare` and `compare_as_page`."""
-    if arguments.html is not None:
-        return compare_as_page(arguments.runs, arguments.html, markdown_file=arguments.markdown, csv_file=arguments.csv)
-    return compare_runs(arguments.runs, markdown_file=arguments.markdown, csv_file=arguments.csv)
+    """Compare runs, and write the files of the flags. Raises as `comparison_page.compare`."""
+    return compare_runs(arguments.runs, html=arguments.html, markdown=arguments.markdown, csv=arguments.csv)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

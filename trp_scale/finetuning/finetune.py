@@ -24,7 +24,7 @@ from trp_scale.finetuning.arguments import FinetuneArguments
 from trp_scale.finetuning.measurement import predict
 from trp_scale.finetuning.task import DownstreamTask, build_task, seed_result
 from trp_scale.pretraining.base import Upstream
-from trp_scale.reporting.measurement import Measurement
+from trp_scale.reporting.comparison import Measurement
 from trp_scale.reporting.results import (
     RESULT_FILE,
     RESULTS_FILE,

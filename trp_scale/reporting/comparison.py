@@ -1,10 +1,11 @@
-"""`trp-scale compare`: runs side by side, in the terminal, as Markdown and as CSV. It decides which figures share a
-row, which task is each run's worst, and which differences exceed the seed noise."""
+"""Results side by side, in the terminal, as Markdown and as CSV: which figures share a row, which task is each run's
+worst, and which differences exceed the seed noise. `Measurement` is the result of a command that measures."""
 
 from __future__ import annotations
 
 import csv
 import io
+import os
 import re
 import statistics
 from collections import Counter
@@ -16,9 +17,9 @@ from typing import Any, NamedTuple, TypeVar
 from rich.console import RenderableType
 from rich.text import Text
 
-from trp_scale.checkpoint.run_directory import METRICS_FILE
 from trp_scale.config import RefusedError
-from trp_scale.console import GIB, Cell, Colour, Shown, Table, escape_markdown, figure_text, number_cell
+from trp_scale.console import Cell, Shown, Table, escape_markdown, figure_text
+from trp_scale.errors import ExitStatus
 from trp_scale.reporting.paired_tests import (
     LEAST_SEEDS,
     LEVEL,
@@ -29,7 +30,6 @@ from trp_scale.reporting.paired_tests import (
     paired_difference,
     wilson_interval,
 )
-from trp_scale.reporting.record import RunRecord, read_run
 from trp_scale.reporting.results import (
     AVERAGE,
     CONSTANT,
@@ -41,19 +41,12 @@ from trp_scale.reporting.results import (
     TaskResult,
     join,
     judged_together,
-    read_results,
 )
-from trp_scale.training.metrics import FEWEST, worst_task
-from trp_scale.training.report import marked_task
+from trp_scale.training.metrics import FEWEST, FINISHED, worst_task
 
 Key = TypeVar("Key", bound=Hashable)
 
 CONSTANT_COLUMN = "constant"
-
-END_NOTE = (
-    "Losses: means over the last tenth of a run's steps, weighted by elements; bold: the lowest. Losses with different "
-    "masks, targets or tokens are not comparable."
-)
 
 LEFT_COLUMNS = 3
 """Text columns; the rest are figures."""
@@ -483,80 +476,56 @@ def _notes_on_tests(comparison: Comparison) -> list[str]:
     return notes
 
 
-def compare(runs: Sequence[Path], *, markdown_file: Path | None = None, csv_file: Path | None = None) -> Comparison:
-    """Compare the results of the runs; also write them as Markdown and CSV if files are given. Without results.json,
-    compare the final losses and speeds of pre-training runs. Raises RefusedError for a directory without results.json
-    among others that have it, a repeated directory, or a file that cannot be written."""
-    if not runs:
-        raise RefusedError("no run is given; expected: one or more directories with results.json or metrics.jsonl")
-    named = dict(zip(names(runs), runs, strict=True))
-    outputs = {path: text for path, text in ((markdown_file, to_markdown), (csv_file, to_csv)) if path is not None}
-    if any((path / METRICS_FILE).is_file() for path in runs) and not any(
-        (path / RESULTS_FILE).is_file() for path in runs
-    ):
-        for path in outputs:
-            raise RefusedError(f"{path}: {runs[0]} has no results.json; allowed: --html FILE, or neither")
-        training = training_table({name: read_run(path) for name, path in named.items()})
-        return Comparison(runs=list(named), sources=[], rows={}, training=training)
-    comparison = compare_results({name: read_results(path) for name, path in named.items()})
-    for path, text in outputs.items():
-        write_output(path, text(comparison))
-    return replace(comparison, files=list(outputs))
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Measurement(os.PathLike[str], Shown):
+    """Result of `trp-scale finetune`, `evaluate` or `probe`, usable as the path of its directory.
 
+    Attributes:
+        path: directory with results.json.
+        results: tasks with figures of each seed; those that are finished if the command was stopped.
+        baseline: results of --baseline.
+        reason: "finished", or why it was stopped.
+        predictions: written files.
+        status: exit status of the command.
+        written: whether results.json was written: not for rows without labels, and not with --only.
+    """
 
-def training_table(runs: Mapping[str, RunRecord], colour_of: Mapping[str, Colour] | None = None) -> Table:
-    """Return the final figures of pre-training runs, a column for each run. `colour_of`: colours on a page."""
-    rows: list[list[str | Cell]] = [["end", *(run.state.word for run in runs.values())]]
-    rows += ([name, *cells] for name, cells in end_figures(runs).items())
-    head = [Cell(text=name, colour=(colour_of or {}).get(name)) for name in runs]
-    return Table(head=["", *head], rows=rows, notes=[END_NOTE])
+    path: Path
+    results: Results
+    baseline: Results | None = None
+    reason: str = FINISHED
+    predictions: Sequence[Path] = ()
+    status: ExitStatus = ExitStatus.DONE
+    written: bool = True
 
+    @property
+    def finished(self) -> bool:
+        """Whether all runs are done."""
+        return self.reason == FINISHED
 
-def task_names(runs: Mapping[str, RunRecord]) -> list[str]:
-    """Return the names of all runs' tasks."""
-    return list(dict.fromkeys(task for run in runs.values() for task in run.history.tasks))
+    @property
+    def scores(self) -> dict[str, float]:
+        """Main figure of each task: mean over seeds."""
+        return {task.task: task.mean for task in self.results.tasks}
 
+    @property
+    def worst_task(self) -> str | None:
+        """Worst of the judged tasks whose figures are comparable (`judged_together`), of the first such group; `None`
+        without a judged task."""
+        judged = [task for task in self.results.tasks if task.judged]
+        group = {task.task: task for task in judged if judged_together(task) == judged_together(judged[0])}
+        return find_worst(group) if group else None
 
-def end_figures(runs: Mapping[str, RunRecord]) -> dict[str, list[Cell]]:
-    """Return the final losses, the speed and the cost of runs with metrics by name, a cell for each run. The lowest
-    losses are bold, and each run's worst task is marked."""
-    histories = [run.history for run in runs.values()]
-    worst = [history.tasks.get(history.worst_task or "") for history in histories]
-    losses: dict[str, list[float | None]] = {"worst task": [task.end if task else None for task in worst]}
-    for name in task_names(runs):
-        tasks = [history.tasks.get(name) for history in histories]
-        losses[name] = [task.end if task else None for task in tasks]
-    losses["held-out loss"] = [history.held_out.get(max(history.held_out, default=0)) for history in histories]
-    waiting = [history.data_wait_share for history in histories]
-    others: dict[str, list[float | None]] = {
-        "its elements": [task.count if task else None for task in worst],
-        "steps": [history.last_step for history in histories],
-        "tokens/s": [history.tokens_per_second for history in histories],
-        "images/s": [history.images_per_second for history in histories],
-        "s a step": [history.step_seconds for history in histories],
-        "data wait, %": [share if share is None else 100.0 * share for share in waiting],
-        "memory, GiB": [history.peak_memory_bytes / GIB for history in histories],
-    }
-    figures = {"worst task": losses["worst task"], "its elements": others["its elements"], **losses, **others}
-    if all(len(history.tasks) == 1 for history in histories):
-        del figures["worst task"], figures["its elements"]
-    if any(others["images/s"]):
-        del figures["tokens/s"]
-    known = {name: values for name, values in figures.items() if any(value is not None for value in values)}
-    cells = {name: list(map(number_cell, values)) for name, values in known.items()}
-    for name in losses.keys() & cells.keys():
-        lowest = min(value for value in known[name] if value is not None)
-        for number, (cell, history) in enumerate(zip(cells[name], histories, strict=True)):
-            mark = " worst" * (marked_task(history) == name)
-            strong = len(runs) > 1 and known[name][number] == lowest
-            cells[name][number] = replace(cell, text=f"{cell.text}{mark}", strong=strong)
-    return cells
+    def parts(self) -> Iterator[RenderableType]:
+        """Yield the predictions, the table with the differences from the baseline, and the path of results.json."""
+        yield from map(str, self.predictions)
+        if self.results.tasks:
+            named = {} if self.baseline is None else {"baseline": self.baseline}
+            yield from compare_results({**named, "this run": self.results}).parts()
+        if not self.finished:
+            yield f"stopped: {self.reason}; the same call continues"
+        elif self.written:
+            yield str(self.path / RESULTS_FILE)
 
-
-def write_output(path: Path, text: str, flag: str = "") -> None:
-    """Write an output file and create its directory. Raises RefusedError if that fails."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise RefusedError(f"{flag}{path} cannot be written: {error.strerror}") from error
+    def __fspath__(self) -> str:
+        return str(self.path)

@@ -12,23 +12,18 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from tests.unit.reporting.small_runs import FINISHED, image_lines, text_lines, write
 from trp_scale.cli import main as cli
 from trp_scale.config import RefusedError
-from trp_scale.console import figure_text
 from trp_scale.reporting.comparison import (
     Comparison,
     RowKey,
-    compare,
     compare_results,
     names,
     result_tables,
     to_csv,
     to_markdown,
-    training_table,
 )
 from trp_scale.reporting.paired_tests import holm, paired_test
-from trp_scale.reporting.record import read_run
 from trp_scale.reporting.results import (
     RESULTS_FILE,
     SPEED,
@@ -39,7 +34,6 @@ from trp_scale.reporting.results import (
     read_seed,
     write_results,
 )
-from trp_scale.training.metrics import read_history
 
 
 def count_p_values(comparison: Comparison) -> int:
@@ -317,29 +311,3 @@ def test_precision_recall_and_speed_of_detection_have_a_table_and_no_test() -> N
     (_,) = result_tables(compare_results({"a": run(task("voc", [0.4]))}))
     _, damaged = result_tables(compare_results({"a": run(detected([0.4], ["fast"]))}))
     assert "images/s" not in damaged.to_markdown().splitlines()[-3]
-
-
-def rows_of(**runs: Path) -> dict[str, list[str]]:
-    table = training_table({name: read_run(path) for name, path in runs.items()})
-    return {cells[0].text: [cell.text for cell in cells[1:]] for cells in table.cells()}
-
-
-def test_runs_of_pre_training_are_a_table_of_80_columns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    one = write(tmp_path / "pos_bert_tiny-20260101-120000", text_lines(), recipe="pos_bert_tiny", stop=FINISHED)
-    other = write(tmp_path / "pos_bert_tiny-20260102-120000", text_lines(12), recipe="pos_bert_tiny")
-    assert cli.main(["compare", str(one), str(other)]) == 0
-    printed = capsys.readouterr().out
-    assert max(map(len, printed.replace(str(tmp_path), "").splitlines())) <= 80
-    rows = rows_of(a=one, b=other)
-    assert rows["end"] == ["finished", "end not known"] and rows["steps"] == ["20", "12"]
-    worst = read_history(one).tasks["noun"].end
-    assert rows["noun"][0] == f"{figure_text(worst)} worst" and rows["worst task"][0] == figure_text(worst)
-    assert rows["tokens/s"] == ["1,010", "1,006"]
-
-
-def test_images_have_images_per_second_and_figures_of_results_are_refused(tmp_path: Path) -> None:
-    run = write(tmp_path / "run", image_lines(), recipe="mae_tiny", stop=FINISHED)
-    rows = rows_of(run=run)
-    assert rows["images/s"] == ["40.50"] and "tokens/s" not in rows and "worst task" not in rows
-    with pytest.raises(RefusedError, match=r"figures\.csv"):
-        compare([run], csv_file=tmp_path / "figures.csv")

@@ -1,4 +1,4 @@
-"""compare --html: runs of pre-training and of downstream tasks on one page, and what is refused."""
+"""Runs of pre-training and of downstream tasks in one table or on one page, and what is refused."""
 
 from __future__ import annotations
 
@@ -10,6 +10,11 @@ import pytest
 from tests.unit.reporting.small_runs import FINISHED, HOSTILE, curve_traces, image_lines, line, task, text_lines, write
 from tests.unit.reporting.test_run import Read, check_plots, figures_of, titles_of
 from trp_scale.cli import main as cli
+from trp_scale.config import RefusedError
+from trp_scale.console import figure_text
+from trp_scale.reporting.comparison_page import compare, training_table
+from trp_scale.reporting.record import read_run
+from trp_scale.training.metrics import read_history
 
 
 def results(run: Path, values: list[float]) -> Path:
@@ -96,3 +101,29 @@ def test_what_cannot_be_compared_is_refused(tmp_path: Path, capsys: pytest.Captu
     assert f"--html {run} cannot be written" in capsys.readouterr().err
     assert cli.main(["compare", str(run), str(tmp_path / "empty")]) == 2
     assert "empty" in capsys.readouterr().err
+
+
+def rows_of(**runs: Path) -> dict[str, list[str]]:
+    table = training_table({name: read_run(path) for name, path in runs.items()})
+    return {cells[0].text: [cell.text for cell in cells[1:]] for cells in table.cells()}
+
+
+def test_runs_of_pre_training_are_a_table_of_80_columns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one = write(tmp_path / "pos_bert_tiny-20260101-120000", text_lines(), recipe="pos_bert_tiny", stop=FINISHED)
+    other = write(tmp_path / "pos_bert_tiny-20260102-120000", text_lines(12), recipe="pos_bert_tiny")
+    assert cli.main(["compare", str(one), str(other)]) == 0
+    printed = capsys.readouterr().out
+    assert max(map(len, printed.replace(str(tmp_path), "").splitlines())) <= 80
+    rows = rows_of(a=one, b=other)
+    assert rows["end"] == ["finished", "end not known"] and rows["steps"] == ["20", "12"]
+    worst = read_history(one).tasks["noun"].end
+    assert rows["noun"][0] == f"{figure_text(worst)} worst" and rows["worst task"][0] == figure_text(worst)
+    assert rows["tokens/s"] == ["1,010", "1,006"]
+
+
+def test_images_have_images_per_second_and_figures_of_results_are_refused(tmp_path: Path) -> None:
+    run = write(tmp_path / "run", image_lines(), recipe="mae_tiny", stop=FINISHED)
+    rows = rows_of(run=run)
+    assert rows["images/s"] == ["40.50"] and "tokens/s" not in rows and "worst task" not in rows
+    with pytest.raises(RefusedError, match=r"figures\.csv"):
+        compare([run], csv=tmp_path / "figures.csv")

@@ -44,7 +44,7 @@ from trp_scale.finetuning.measurement import open_run, require_scikit_learn
 from trp_scale.methods.learned_masks.second_levels import FINE_TUNED
 from trp_scale.methods.learned_masks.settings import FineTuningSettings
 from trp_scale.pretraining.mae.settings import MaeConfig
-from trp_scale.reporting.measurement import Measurement
+from trp_scale.reporting.comparison import Measurement
 from trp_scale.reporting.results import RESULTS_FILE, Results, SeedResult, join, read_results, write_results
 from trp_scale.training.rundir import create_run_directory
 
