@@ -29,8 +29,7 @@ from trp_scale.data.images.formats import png_format, refuse_too_many_pixels
 from trp_scale.data.index import failure_reason
 from trp_scale.data.plan import Addresses, row_states
 from trp_scale.errors import DataError, error_text
-from trp_scale.finetuning.detection.annotations import Annotations, Floats
-from trp_scale.finetuning.detection.masks import decode
+from trp_scale.finetuning.detection.annotations import Annotations, Floats, decode
 from trp_scale.finetuning.detection.settings import DetectionTaskConfig
 
 _SCALE = np.uint64(name_hash("detection: scale"))

@@ -20,8 +20,7 @@ from torchvision.ops import box_iou
 from trp_scale.config import RefusedError
 from trp_scale.core.batch import Batch
 from trp_scale.distributed.groups import Group, on_rank_zero
-from trp_scale.finetuning.detection.annotations import Annotations, Floats
-from trp_scale.finetuning.detection.masks import encode, mask_functions
+from trp_scale.finetuning.detection.annotations import Annotations, Floats, encode, mask_functions
 from trp_scale.finetuning.detection.model import Target, paste
 from trp_scale.reporting.results import SPEED
 from trp_scale.storage.files import write_text

@@ -19,8 +19,17 @@ from tests.unit.finetuning.detection.small_sets import coco_document, detection_
 from trp_scale.config import RefusedError
 from trp_scale.data.mixture import MemberPath
 from trp_scale.errors import DataError
-from trp_scale.finetuning.detection.annotations import BOX, MASK, OUTSIDE, check_images, read_coco, read_voc
-from trp_scale.finetuning.detection.masks import decode, encode, encode_segmentation
+from trp_scale.finetuning.detection.annotations import (
+    BOX,
+    MASK,
+    OUTSIDE,
+    check_images,
+    decode,
+    encode,
+    encode_segmentation,
+    read_coco,
+    read_voc,
+)
 from trp_scale.finetuning.detection.task import open_detection, select_learned, training_notices
 
 

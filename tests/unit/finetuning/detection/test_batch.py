@@ -16,7 +16,7 @@ from tests.unit.finetuning.detection.small_sets import coco_document, detection_
 from trp_scale.core.batch import Batch
 from trp_scale.data.hashing import mix
 from trp_scale.data.plan import Addresses
-from trp_scale.finetuning.detection.annotations import Annotations, read_coco
+from trp_scale.finetuning.detection.annotations import Annotations, decode, read_coco
 from trp_scale.finetuning.detection.batch import (
     DetectionBatchBuilder,
     Placement,
@@ -24,7 +24,6 @@ from trp_scale.finetuning.detection.batch import (
     letterbox,
     read_image,
 )
-from trp_scale.finetuning.detection.masks import decode
 from trp_scale.finetuning.detection.model import paste
 from trp_scale.sharding.images.scenes import render_scene, run_lengths, scene_objects
 

@@ -16,8 +16,7 @@ from tests.unit.finetuning.detection.small_sets import coco_document, write_coco
 from trp_scale.config import RefusedError
 from trp_scale.core.batch import Batch
 from trp_scale.distributed.groups import ALONE, Group
-from trp_scale.finetuning.detection.annotations import Annotations, read_coco, read_voc
-from trp_scale.finetuning.detection.masks import decode
+from trp_scale.finetuning.detection.annotations import Annotations, decode, read_coco, read_voc
 from trp_scale.finetuning.detection.metrics import (
     VOC_METRIC,
     ClassDetections,
