@@ -161,40 +161,32 @@ class SegmentationMaps:
         all_classes: names of the classes of the stored maps.
         classes: names without ignored classes.
         stored_numbers: [classes] uint8, number of each class in the stored maps.
+
+    Raises:
+        RefusedError: an ignored class does not exist, or fewer than two classes remain.
     """
 
     name = Semseg.name
     sharded_with = "--semseg.classes NAMES.txt"
     """Flags of trp-scale shard-images for these maps, for messages."""
 
-    def __init__(self, classes: Sequence[str], ignored: Sequence[int]) -> None:
-        kept = [number for number in range(len(classes)) if number not in ignored]
-        self.all_classes, self.classes = tuple(classes), tuple(classes[number] for number in kept)
+    def __init__(self, datasets: Sequence[ImageDataset], dense: DenseConfig) -> None:
+        assert isinstance(dense, SegmentationConfig)
+        directory, stored = datasets[0].directory, datasets[0].meta.maps[self.name]
+        assert isinstance(stored, StoredClasses)
+        self.all_classes = tuple(stored.classes or ())
+        count = len(self.all_classes)
+        if wrong := [number for number in dense.ignored if not 0 <= number < count]:
+            raise RefusedError(
+                f"--dense.ignored {wrong[0]}: {directory} has classes 0 to {count - 1}; 255 is always void"
+            )
+        kept = [number for number in range(count) if number not in dense.ignored]
+        if len(kept) < 2:
+            raise RefusedError(f"{directory}: {len(kept)} class remains after --dense.ignored, allowed: 2 or more")
+        self.classes = tuple(self.all_classes[number] for number in kept)
         self.stored_numbers = np.array(kept, dtype=np.uint8)
         self._numbers = np.full(256, VOID, dtype=np.uint8)  # the new number of each stored one
         self._numbers[kept] = np.arange(len(kept))
-
-    @classmethod
-    def from_datasets(cls, datasets: Sequence[ImageDataset], dense: DenseConfig) -> SegmentationMaps:
-        """Return a reader for the maps of a mixture.
-
-        Raises:
-            RefusedError: an ignored class does not exist, or fewer than two classes remain.
-        """
-        assert isinstance(dense, SegmentationConfig)
-        directory, stored = datasets[0].directory, datasets[0].meta.maps[cls.name]
-        assert isinstance(stored, StoredClasses)
-        classes = stored.classes or ()
-        if wrong := [number for number in dense.ignored if not 0 <= number < len(classes)]:
-            raise RefusedError(
-                f"--dense.ignored {wrong[0]}: {directory} has classes 0 to {len(classes) - 1}; 255 is always void"
-            )
-        maps = cls(classes, dense.ignored)
-        if len(maps.classes) < 2:
-            raise RefusedError(
-                f"{directory}: {len(maps.classes)} class remains after --dense.ignored, allowed: 2 or more"
-            )
-        return maps
 
     def empty(self, shape: tuple[int, ...]) -> npt.NDArray[np.uint8]:
         """Return void maps."""
@@ -221,7 +213,8 @@ class DepthMaps:
     name = Depth.name
     sharded_with = "--depth.scale 0.001"
 
-    def __init__(self, datasets: Sequence[ImageDataset], dense: DepthConfig) -> None:
+    def __init__(self, datasets: Sequence[ImageDataset], dense: DenseConfig) -> None:
+        assert isinstance(dense, DepthConfig)
         maps = [stored for dataset in datasets for stored in dataset.maps if isinstance(stored, StoredDepth)]
         in_metres = [stored.scale is not None for stored in maps]
         self.metric = all(in_metres)
@@ -233,12 +226,6 @@ class DepthMaps:
         self.nearer = maps[0].larger_is == "nearer"
         self.units = [RELATIVE_SCALE if stored.scale is None else stored.scale for stored in maps]
         self._low, self._high = dense.min_depth, dense.max_depth or np.inf
-
-    @classmethod
-    def from_datasets(cls, datasets: Sequence[ImageDataset], dense: DenseConfig) -> DepthMaps:
-        """Return a reader for the maps of a mixture."""
-        assert isinstance(dense, DepthConfig)
-        return cls(datasets, dense)
 
     def empty(self, shape: tuple[int, ...]) -> npt.NDArray[np.float32]:
         """Return maps without measurements."""

@@ -64,7 +64,7 @@ def open_dense(config: DenseTaskConfig, paths: Sequence[MemberPath], kind: type[
             )
         map_formats()[kind.name].require(document, stored[kind.name])
     datasets = [open_image_dataset(path.path, path.name, (kind.name,)) for path in paths]
-    return DenseData(datasets=datasets, meta=agree_images(datasets), maps=kind.from_datasets(datasets, config.dense))
+    return DenseData(datasets=datasets, meta=agree_images(datasets), maps=kind(datasets, config.dense))
 
 
 class PredictedMaps:

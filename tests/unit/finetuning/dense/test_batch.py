@@ -15,7 +15,7 @@ from tests.unit.data.images.stored import photograph
 from trp_scale.config import RefusedError
 from trp_scale.core.batch import Batch
 from trp_scale.data.images.crops import GREY
-from trp_scale.data.images.dataset import DecodedSample, ImageMeta
+from trp_scale.data.images.dataset import DecodedSample
 from trp_scale.data.mixture import parse_paths
 from trp_scale.data.plan import Addresses, HeldOutPlan
 from trp_scale.finetuning.dense.batch import (
@@ -182,16 +182,13 @@ def test_images_of_any_shape_are_joined_at_their_own_size(measured: str) -> None
         assert (coarse[0] - coarse[1]).abs().max() < 12, "resized twice, and otherwise in place"
 
 
-def test_the_loss_of_a_measured_image_is_of_all_of_it() -> None:
+def test_the_loss_of_a_measured_image_is_of_all_of_it(image_dataset: Path) -> None:
     """Whatever its shape, and also where its windows are measured."""
     image = torch.from_numpy(np.array(photograph(30, 71))).permute(2, 0, 1)
     numbers = (np.arange(71) * 2 // 71).astype(np.uint8)[None].repeat(30, axis=0)
     sample = DecodedSample(image=image, size=(image.shape[1], image.shape[2]), maps={"semseg": numbers}, label=-1)
-    maps = SegmentationMaps(["left", "right"], [])
-    meta = ImageMeta(classes=None, suffixes=("jpg", "semseg.png"), rows=1)
-    squashed, windows, prepared = WholeBatchBuilder(settings(), DenseData(datasets=[], meta=meta, maps=maps)).prepare(
-        sample, 0
-    )
+    config, data = open_data(image_dataset, SegmentationMaps)
+    squashed, windows, prepared = WholeBatchBuilder(config, data).prepare(sample, 0)
     assert len(windows["windows"]) > 1
     expected = F.interpolate(image[None].float(), size=(SIZE, SIZE), mode="bicubic", antialias=True)[0]
     assert (squashed.float() - expected).abs().max() < 2
