@@ -37,12 +37,11 @@ NO_GROUP = -1
 
 
 class GroupRow(NamedTuple):
-    """Row of a file with groups; `split` is "" if the file has none."""
+    """Row of a file with groups; `group` is "" if the row has none."""
 
     key: str
     label: str
     group: str
-    split: str
 
 
 FORMATS = {
@@ -53,12 +52,6 @@ FORMATS = {
 }
 """Columns of label and attribute by the column of files or texts: own files, Waterbirds, CelebA, CivilComments (WILDS).
 Pairs of label and attribute, both 0 or 1, are the groups; without an attribute the column `group` names them."""
-
-PARTITION = "list_eval_partition.csv"
-"""CelebA's file with the splits; it is read if the attributes are in the same directory without a column `split`."""
-
-SPLITS = {"0": "train", "1": "val", "2": "test"}
-"""Numbers of splits in Waterbirds and CelebA."""
 
 
 def read_group_file(source: str) -> list[GroupRow]:
@@ -80,17 +73,13 @@ def read_group_file(source: str) -> list[GroupRow]:
     label_column, attribute = FORMATS[key][0], attribute or FORMATS[key][1]
     if lacking := [name for name in ([label_column, attribute] if attribute else ["group"]) if name not in names]:
         raise DataError(f"{path}: no column {quote(lacking[0])}; found: {shorten(', '.join(names))}")
-    splits = {}
-    if "split" not in names and key == "image_id" and (path.parent / PARTITION).is_file():
-        splits = {row.get(key): row.get("partition", "") for row in _read_csv(path.parent / PARTITION)[1]}
     listed = []
     for number, row in enumerate(rows, start=1):
         label, group = row.get(label_column, ""), row.get("group", "").strip()
-        split = row.get("split", splits.get(row[key], ""))
         if attribute:
             label, value = (_binary(row[name], f"{path}: row {number}, {name}") for name in (label_column, attribute))
             group = f"{label_column} {label}, {attribute} {value}" if label and value else ""
-        listed.append(GroupRow(row[key], label, group, SPLITS.get(split, split)))
+        listed.append(GroupRow(row[key], label, group))
     return listed
 
 

@@ -20,7 +20,6 @@ FILES = {
     "1,001.Black_footed_Albatross/Black_Footed_Albatross_0046_18.jpg,1,0,0,/b/bamboo_forest/1.jpg\n"
     "2,004.Groove_billed_Ani/Ani_0002.jpg,0,2,1,/o/ocean/2.jpg\n",
     "list_attr_celeba.csv": "image_id,5_o_Clock_Shadow,Blond_Hair,Male\n000001.jpg,-1,1,-1\n000002.jpg,-1,-1,1\n",
-    "list_eval_partition.csv": "image_id,partition\n000001.jpg,0\n000002.jpg,1\n",
     "all_data_with_identities.csv": "id,comment_text,split,toxicity,male,black\n"
     '7,"two lines,\nof a comment",train,0.6,0.0,0.5\n8,fine,test,0.2,1.0,\n',
     "own.csv": "file,label,group,split\na/1.png,0,tall,train\na/2.png,0,,train\n",
@@ -40,29 +39,29 @@ def folder(tmp_path: Path) -> Path:
         (
             "waterbirds.csv",
             [
-                ("001.Black_footed_Albatross/Black_Footed_Albatross_0046_18.jpg", "1", "y 1, place 0", "train"),
-                ("004.Groove_billed_Ani/Ani_0002.jpg", "0", "y 0, place 1", "test"),
+                ("001.Black_footed_Albatross/Black_Footed_Albatross_0046_18.jpg", "1", "y 1, place 0"),
+                ("004.Groove_billed_Ani/Ani_0002.jpg", "0", "y 0, place 1"),
             ],
         ),
         (
             "list_attr_celeba.csv",
             [
-                ("000001.jpg", "1", "Blond_Hair 1, Male 0", "train"),
-                ("000002.jpg", "0", "Blond_Hair 0, Male 1", "val"),
+                ("000001.jpg", "1", "Blond_Hair 1, Male 0"),
+                ("000002.jpg", "0", "Blond_Hair 0, Male 1"),
             ],
         ),
         (
             "all_data_with_identities.csv",
-            [("two lines,\nof a comment", "1", "toxicity 1, black 1", "train"), ("fine", "0", "", "test")],
+            [("two lines,\nof a comment", "1", "toxicity 1, black 1"), ("fine", "0", "")],
         ),
         (
             "all_data_with_identities.csv:male",
             [
-                ("two lines,\nof a comment", "1", "toxicity 1, male 0", "train"),
-                ("fine", "0", "toxicity 0, male 1", "test"),
+                ("two lines,\nof a comment", "1", "toxicity 1, male 0"),
+                ("fine", "0", "toxicity 0, male 1"),
             ],
         ),
-        ("own.csv", [("a/1.png", "0", "tall", "train"), ("a/2.png", "0", "", "train")]),
+        ("own.csv", [("a/1.png", "0", "tall"), ("a/2.png", "0", "")]),
     ],
 )
 def test_published_files_are_read(folder: Path, source: str, rows: list[tuple[str, ...]]) -> None:
@@ -88,9 +87,9 @@ def test_a_damaged_file_is_refused_by_its_row_and_column(tmp_path: Path, content
 
 def test_images_are_found_by_the_end_of_their_keys(caplog: pytest.LogCaptureFixture) -> None:
     rows = [
-        GroupRow("001.Albatross/a.jpg", "1", "y 1", ""),
-        GroupRow("b.png", "land", "y 0", ""),
-        GroupRow("c/d.jpg", "", "?", ""),
+        GroupRow("001.Albatross/a.jpg", "1", "y 1"),
+        GroupRow("b.png", "land", "y 0"),
+        GroupRow("c/d.jpg", "", "?"),
     ]
     keys = ["water/001%2EAlbatross/a", "land/x/b", "d", "c/d"]
     groups = image_groups(rows, keys, np.array([1, 0, 0, 0]), ("land", "water"), "birds.csv")
