@@ -10,7 +10,7 @@ import copy
 import logging
 import statistics
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +20,10 @@ from torch import Tensor
 from trp_scale.config import RefusedError
 from trp_scale.core.batch import Batch
 from trp_scale.distributed.environment import Environment
-from trp_scale.distributed.groups import Group
 from trp_scale.evaluation.arguments import ROBUSTNESS_TITLES
 from trp_scale.finetuning.classification.settings import ClassificationTaskConfig
-from trp_scale.finetuning.classification.task import ImageClassification, ImageClassifier, open_labelled
-from trp_scale.finetuning.measurement import GatheredRows, ReadRun, predict, predicting_engine
+from trp_scale.finetuning.classification.task import Accuracy, ImageClassification, ImageClassifier, open_labelled
+from trp_scale.finetuning.measurement import ReadRun, predict, predicting_engine
 from trp_scale.reporting.results import SeedResult
 
 logger = logging.getLogger(__name__)
@@ -63,27 +62,6 @@ def class_columns(model: tuple[str, ...], set_classes: tuple[str, ...] | None, w
     return torch.tensor([number[name] for name in set_classes])
 
 
-class SubsetAccuracy:
-    """Accuracy among the set's classes; see `Metrics`.
-
-    Args:
-        columns: [k] the model's number of each class of the set.
-    """
-
-    def __init__(self, columns: Tensor) -> None:
-        self._columns = columns
-        self._rows = GatheredRows()
-
-    def add(self, outputs: Tensor, batch: Batch) -> None:
-        subset = outputs[:, self._columns.to(outputs.device)]  # [R, k]
-        right = (subset.argmax(1) == batch["labels"]) & subset.isfinite().all(1)
-        self._rows.add(batch, right=right)
-
-    def finish(self, group: Group) -> dict[str, Any]:
-        right = self._rows.gather(group)["right"]
-        return {"accuracy": float(right.mean()), "detail": {"images": len(right), "classes": len(self._columns)}}
-
-
 ALEXNET_ERRORS = {
     "gaussian_noise": 0.886428,
     "shot_noise": 0.894468,
@@ -115,33 +93,6 @@ def corruption_errors(errors: Mapping[str, Mapping[int, float]]) -> tuple[dict[s
     return means, {name: mean / ALEXNET_ERRORS[name] for name, mean in means.items()}
 
 
-def check_complete(severities: Mapping[str, Sequence[int]], where: str, *, partial: bool) -> None:
-    """Refuse a set with missing corruptions or severities.
-
-    Args:
-        severities: by corruption.
-        where: directory of the set.
-        partial: accept missing ones, unless all are missing.
-    """
-    missing = [
-        f"{name}/{severity}"
-        for name in ALEXNET_ERRORS
-        for severity in SEVERITIES
-        if severity not in severities.get(name, ())
-    ]
-    if len(missing) == ALL_ERRORS:
-        raise RefusedError(
-            f"{where}: no corruption has shards; expected: {where}/CORRUPTION/SEVERITY/dataset.json, for example "
-            f"gaussian_noise/1 (trp-scale evaluate --help shows the command)"
-        )
-    if missing and not partial:
-        raise RefusedError(
-            f"{where}: {len(missing)} of {ALL_ERRORS} are missing ({', '.join(missing[:4])}"
-            f"{', ...' if len(missing) > 4 else ''}); shard them too, or "
-            "use --partial for the mean over the others"
-        )
-
-
 IMAGENET = 1000
 """Number of classes of the reference classifier for corruption errors."""
 
@@ -150,14 +101,13 @@ class RobustClassifier:
     """Fine-tuned classifier to measure on robustness sets.
 
     Args:
-        classes_of: data set with its class names, if the checkpoint has none.
         micro_size: images per forward pass and rank; 0 = as in the run.
 
     Raises:
-        RefusedError: a run of another task, or unknown class names.
+        RefusedError: a run of another task.
     """
 
-    def __init__(self, run: ReadRun, environment: Environment, *, classes_of: str = "", micro_size: int = 0) -> None:
+    def __init__(self, run: ReadRun, environment: Environment, *, micro_size: int = 0) -> None:
         config = run.config
         if not isinstance(config, ClassificationTaskConfig):
             raise RefusedError(
@@ -167,18 +117,8 @@ class RobustClassifier:
         self.config.batch.micro_size = micro_size or self.config.batch.micro_rows
         self.config.batch.global_size = self.config.batch.micro_rows * environment.data.size
         self.environment, self.seed = environment, run.config.training.seed
-        names = open_labelled(config, classes_of).meta.classes if classes_of else run.classes
-        if names is None:
-            raise RefusedError(
-                f"--run {run.directory}: the checkpoint contains no class names, which sets are matched by; give the "
-                "data set it was trained on (--classes DIR)"
-            )
-        if len(names) != run.config.downstream.classes:
-            raise RefusedError(
-                f"--classes {classes_of}: {len(names)} classes found, the model has {run.config.downstream.classes}; "
-                "give the data set it was trained on"
-            )
-        self.classes: tuple[str, ...] = names
+        assert run.classes is not None, "the checkpoint of a classifier contains its class names"
+        self.classes = run.classes
         self.engine = predicting_engine(ImageClassifier(config), run, environment)
 
     def accuracy(self, directory: Path, *, whole: bool = False) -> dict[str, Any]:
@@ -193,9 +133,16 @@ class RobustClassifier:
             config.augmentation.measured = "whole"
         images = open_labelled(config, str(directory))
         columns = class_columns(self.classes, images.meta.classes, directory)
-        metrics, group = SubsetAccuracy(columns), self.environment.data
-        predict(self.engine, ImageClassification().logits, images.batches(group), [metrics])
-        return metrics.finish(group)
+        metrics, group, classify = Accuracy(images.classes), self.environment.data, ImageClassification().logits
+
+        def compute(forward: Callable[..., Tensor], batch: Batch) -> Tensor:
+            """Return the logits of the set's classes, [R, k]."""
+            return classify(forward, batch)[:, columns.to(batch["images"].device)]
+
+        predict(self.engine, compute, images.batches(group), [metrics])
+        figures = metrics.finish(group)
+        count = sum(entry["images"] for entry in figures["detail"]["classes"].values())
+        return {"accuracy": figures["accuracy"], "detail": {"images": count, "classes": len(columns)}}
 
     def measure(self, name: str, directory: Path, *, partial: bool) -> SeedResult:
         """Measure the set `name`. Collective. `partial`: whether ImageNet-C may be incomplete."""
@@ -218,7 +165,17 @@ class RobustClassifier:
             name: [level for level in SEVERITIES if (directory / name / str(level) / "dataset.json").is_file()]
             for name in ALEXNET_ERRORS
         }
-        check_complete(present, str(directory), partial=partial)
+        missing = [f"{name}/{level}" for name, levels in present.items() for level in SEVERITIES if level not in levels]
+        if len(missing) == ALL_ERRORS:
+            raise RefusedError(
+                f"{directory}: no corruption has shards; expected: {directory}/CORRUPTION/SEVERITY/dataset.json, for "
+                "example gaussian_noise/1 (trp-scale evaluate --help shows the command)"
+            )
+        if missing and not partial:
+            raise RefusedError(
+                f"{directory}: {len(missing)} of {ALL_ERRORS} are missing ({', '.join(missing[:4])}"
+                f"{', ...' if len(missing) > 4 else ''}); shard them too, or use --partial for the mean over the others"
+            )
         if len(self.classes) != IMAGENET:
             logger.warning(
                 "%s: the model has %d classes; AlexNet's reference errors are for ImageNet's %d, so the mean "

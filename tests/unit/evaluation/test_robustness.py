@@ -14,15 +14,11 @@ from trp_scale.checkpoint.document import read_document
 from trp_scale.checkpoint.format import read_full_state
 from trp_scale.cli import main as cli
 from trp_scale.config import RefusedError
-from trp_scale.core.batch import Batch
 from trp_scale.distributed.environment import Environment
 from trp_scale.distributed.groups import ALONE
 from trp_scale.evaluation.robustness import (
     ALEXNET_ERRORS,
-    SEVERITIES,
     RobustClassifier,
-    SubsetAccuracy,
-    check_complete,
     class_columns,
     corruption_errors,
 )
@@ -85,22 +81,19 @@ def test_columns_are_matched_by_name() -> None:
         class_columns(cranes, ("ant", "crane"), Path("x"))
 
 
-def test_rows_that_fill_a_batch_and_broken_logits_do_not_count_as_right() -> None:
-    metrics = SubsetAccuracy(torch.tensor([2, 0]))
-    logits = torch.tensor([[0.0, 9.0, 1.0], [5.0, 0.0, 1.0], [5.0, 0.0, torch.nan], [0.0, 0.0, 9.0]])
-    fields = {"labels": torch.tensor([0, 0, 1, 0]), "row_weights": torch.tensor([1.0, 1.0, 1.0, 0.0])}
-    metrics.add(logits, Batch(fields=fields, keys=torch.arange(4), start=0))
-    result = metrics.finish(ALONE)
-    assert result["accuracy"] == pytest.approx(1 / 3) and result["detail"]["images"] == 3
-
-
-def test_corruption_errors_of_folders(tuned: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_corruption_errors_of_folders(
+    tuned: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Two corruptions at two severities: refused, and partial when asked for."""
     places = ["fog/1", "fog/5", "snow/1", "snow/5"]
     for number, place in enumerate(places):
         of_classes(tmp_path / "c" / place, ["ant", "bee", "cat"], 12 + number, first=100 * number)
     flags = ["evaluate", "--run", str(tuned), "--robustness", f"c={tmp_path / 'c'}", "--output", str(tmp_path / "out")]
     assert cli.main(flags) == 2
+    assert f"{tmp_path / 'c'}: 71 of 75 are missing (gaussian_noise/1, " in capsys.readouterr().err
+    (tmp_path / "empty").mkdir()
+    assert cli.main([*flags[:3], "--robustness", f"c={tmp_path / 'empty'}", "--partial"]) == 2
+    assert f"{tmp_path / 'empty'}/CORRUPTION/SEVERITY" in capsys.readouterr().err
     assert cli.main([*flags, "--partial"]) == 0
     (task,) = read_results(tmp_path / "out").tasks
     assert task.metric == "mean_corruption_error (partial: 4 of 75)" and task.lower_is_better
@@ -131,17 +124,6 @@ def test_corrupted_images_are_seen_as_they_are(tuned: Path, tmp_path: Path) -> N
     assert result.detail["errors"] == {"fog": {"3": pytest.approx(1 - whole)}}
 
 
-def test_names_of_classes_can_be_given(tuned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    data = of_classes(tmp_path / "set", ["bee"], 9)
-    monkeypatch.setattr("trp_scale.finetuning.measurement.ReadRun.classes", None)
-    flags = ["evaluate", "--run", str(tuned), "--robustness", f"a={data}", "--output", str(tmp_path / "out")]
-    assert cli.main(flags) == 2
-    names = of_classes(tmp_path / "names", ["ant", "bee", "cat"], 9)
-    assert cli.main([*flags, "--classes", str(names)]) == 0
-    assert read_results(tmp_path / "out").tasks[0].values == [1.0]  # of one class all are right
-    assert cli.main([*flags, "--classes", str(data)]) == 2
-
-
 def test_one_task_at_a_time(tuned: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Figures of two classifiers on one set would stand in one row."""
     several = tmp_path / "several"
@@ -168,14 +150,3 @@ def test_by_hand() -> None:
     means, relative = corruption_errors({"fog": fog, "snow": snow})
     assert means == pytest.approx({"fog": 0.3, "snow": 0.7})
     assert relative == pytest.approx({"fog": 1.5 / (5 * 0.819324), "snow": 3.5 / (5 * 0.866816)})
-
-
-def test_what_is_missing_is_named() -> None:
-    whole = {name: list(SEVERITIES) for name in ALEXNET_ERRORS}
-    check_complete(whole, "here", partial=False)
-    lacking = {**whole, "fog": [1, 2, 4, 5]}
-    with pytest.raises(RefusedError, match=r"here: 1 of 75 .*fog/3.*--partial"):
-        check_complete(lacking, "here", partial=False)
-    check_complete(lacking, "here", partial=True)
-    with pytest.raises(RefusedError, match="here"):
-        check_complete({}, "here", partial=True)
