@@ -21,7 +21,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from trp_scale.config.files import read_object
 from trp_scale.config.schema import record
@@ -161,7 +161,7 @@ class Executor:
         try:
             while True:
                 for name in list(waiting):
-                    ready = all(has_finished(ended.get(need)) for need in self.graph.nodes[name].needs)
+                    ready = all(has_finished(ended.get(need)) for need in self.graph.nodes[name])
                     if ready and len(under_way) < self.jobs and not self.stopping.is_set():
                         waiting.remove(name)
                         under_way[pool.submit(self._execute, name)] = name
@@ -279,8 +279,8 @@ def read_states(graph: Graph) -> dict[str, NodeState | None]:
 def find_blocked(graph: Graph, states: Mapping[str, NodeState | None]) -> dict[str, str]:
     """Map each blocked node to the failed node that it needs."""
     causes: dict[str, str] = {}
-    for name, node in graph.nodes.items():  # needs come first
-        for need in node.needs:
+    for name, needs in graph.nodes.items():  # needs come first
+        for need in needs:
             state = states.get(need)
             if need in causes or (state is not None and state.status == "failed"):
                 causes.setdefault(name, causes.get(need, need))
@@ -297,8 +297,8 @@ def submit(graph: Graph, words: list[str], sbatch: str) -> list[str]:
     """
     indices = {name: index for index, name in enumerate(graph.nodes)}
     states, level = read_states(graph), dict[str, int]()
-    for name, node in graph.nodes.items():
-        level[name] = 1 + max((level[need] for need in node.needs), default=-1)
+    for name, needs in graph.nodes.items():
+        level[name] = 1 + max((level[need] for need in needs), default=-1)
     jobs: list[str] = []
     for number in sorted(set(level.values())):
         waiting = [name for name in graph.nodes if level[name] == number and not has_finished(states[name])]
@@ -309,14 +309,3 @@ def submit(graph: Graph, words: list[str], sbatch: str) -> list[str]:
         script = f'exec {shlex.join(words)} --only "$SLURM_ARRAY_TASK_ID"'
         jobs.append(submit_job(f"--requeue --array={array} {after}", sbatch, script))
     return jobs
-
-
-def sum_states(states: Mapping[str, NodeState | None]) -> dict[str, Any]:
-    """Return hours and the number of nodes by status."""
-    started = [state for state in states.values() if state is not None]
-    return {
-        "hours": sum(state.seconds for state in started) / 3600,
-        "processor_hours": sum(state.processor_seconds for state in started) / 3600,
-        "nodes": len(states),
-        **{status: sum(state.status == status for state in started) for status in ("finished", "failed", "stopped")},
-    }

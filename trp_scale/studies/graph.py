@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from trp_scale.errors import RefusedError
@@ -42,35 +42,35 @@ def collect_rows(tasks: Sequence[TaskResult]) -> dict[str, TaskResult]:
     return rows | (summarise(judged) if len(set(map(judged_together, judged.values()))) == 1 else {})
 
 
-@dataclass(frozen=True, kw_only=True)
-class Node:
-    """One command. Attributes: name: path in the study's directory; needs: nodes that must finish first."""
-
-    name: str
-    needs: tuple[str, ...] = ()
+Needs = tuple[str, ...]
+"""Nodes that must finish before a node."""
 
 
 class Graph:
-    """All nodes of a study at one scale."""
+    """All nodes of a study at one scale.
+
+    Attributes:
+        nodes: needs by node, whose name is its path in the study's directory; in an order in which needs come first.
+    """
 
     def __init__(self, study: Study, scale: Scale, directory: Path, inputs: Mapping[str, str]) -> None:
         self.study, self.scale, self.directory = study, scale, directory
         self.variants = study.participants(scale)
         self.inputs = dict(inputs)
         self.places = dict(inputs) | {name: str(directory / "data" / name) for name in scale.data}
-        self.nodes = {node.name: node for node in self._nodes()}
+        self.nodes = dict(self._nodes())
 
-    def _nodes(self) -> Iterator[Node]:
+    def _nodes(self) -> Iterator[tuple[str, Needs]]:
         data = tuple(f"data/{name}" for name in self.scale.data)
-        yield from (Node(name=name) for name in data)
+        yield from ((name, ()) for name in data)
         tuned = {name: list(self._tries(name, data)) for name in self.variants}
         for tries in tuned.values():
             yield from tries
-        needs = {name: (*data, *(node.name for node in tries)) for name, tries in tuned.items()}
+        needs = {name: (*data, *(node for node, _ in tries)) for name, tries in tuned.items()}
         for seed in range(self.scale.seeds):  # seed by seed, so that a stopped study has whole comparisons
             for name in self.variants:
-                run = Node(name=f"runs/{name}/seed_{seed}", needs=needs[name])
-                yield run
+                run = f"runs/{name}/seed_{seed}"
+                yield run, needs[name]
                 yield from self._judge_nodes(run)
         if "time" in self.scale.budgets:
             steps = tuple(
@@ -79,26 +79,26 @@ class Graph:
             for seed in range(self.scale.seeds):
                 for name in self.trained_variants():
                     if name != self.study.baseline:
-                        run = Node(name=f"runs/{name}{TIME}/seed_{seed}", needs=steps)
-                        yield run
+                        run = f"runs/{name}{TIME}/seed_{seed}"
+                        yield run, steps
                         yield from self._judge_nodes(run)
 
     def trained_variants(self) -> list[str]:
         return [name for name, variant in self.variants.items() if variant.trained]
 
-    def _judge_nodes(self, run: Node) -> Iterator[Node]:
+    def _judge_nodes(self, run: str) -> Iterator[tuple[str, Needs]]:
         for name, judge in sorted(self.scale.judges.items(), key=lambda item: bool(item[1].of)):
-            before = (f"judged/{judge.of}/{run.name}",) if judge.of else ()
-            yield Node(name=f"judged/{name}/{run.name}", needs=(run.name, *before))
+            before = (f"judged/{judge.of}/{run}",) if judge.of else ()
+            yield f"judged/{name}/{run}", (run, *before)
 
-    def _tries(self, variant: str, data: tuple[str, ...]) -> Iterator[Node]:
+    def _tries(self, variant: str, data: Needs) -> Iterator[tuple[str, Needs]]:
         tuning = self.scale.tuning
         if tuning is None or not self.variants[variant].trained:
             return
         for value in tuning.values:
-            run = Node(name=f"tuning/{variant}/{value:g}", needs=data)
-            yield run
-            yield Node(name=f"judged/{tuning.judge}/{run.name}", needs=(run.name,))
+            run = f"tuning/{variant}/{value:g}"
+            yield run, data
+            yield f"judged/{tuning.judge}/{run}", (run,)
 
     def path(self, node: str) -> Path:
         return self.directory / node

@@ -15,7 +15,7 @@ from trp_scale.reporting.document import Page, PageSection, Pictures, Sentences,
 from trp_scale.reporting.paired_tests import LEVEL
 from trp_scale.reporting.results import RESULTS_FILE
 from trp_scale.storage.files import write_json, write_text
-from trp_scale.studies.execute import NodeState, find_blocked, read_states, sum_states
+from trp_scale.studies.execute import NodeState, find_blocked, has_finished, read_states
 from trp_scale.studies.graph import SAME_STEPS, TIME, TUNING_SEED, Graph
 from trp_scale.studies.outcome import ALL, JudgeRow, Outcome, describe_outcome, read_outcome, verdict
 from trp_scale.training.metrics import RunHistory, read_history
@@ -198,7 +198,7 @@ def _cost_table(graph: Graph, outcome: Outcome) -> Table:
 
 
 def _settings_table(graph: Graph, states: Mapping[str, NodeState | None], command: str) -> Table:
-    scale, sums = graph.scale, sum_states(states)
+    scale, started = graph.scale, [state for state in states.values() if state is not None]
     rows = [
         ("command", command),
         (
@@ -217,13 +217,14 @@ def _settings_table(graph: Graph, states: Mapping[str, NodeState | None], comman
         for name, judge in scale.judges.items()
     ]
     rows.append(_tuning_row(graph))
-    rows.append(("runs", f"{sums['finished']} of {sums['nodes']} finished, {sums['failed']} failed"))
-    rows.append(("hours", f"{sums['hours']:.2f} of commands, {sums['processor_hours']:.2f} of processors"))
-    rows += [
-        (f"failed: {name}", state.reason)
-        for name, state in states.items()
-        if state is not None and state.status == "failed"
-    ]
+    failed = [(f"failed: {state.node}", state.reason) for state in started if state.status == "failed"]
+    finished = sum(map(has_finished, started))
+    rows.append(("runs", f"{finished} of {len(states)} finished, {len(failed)} failed"))
+    seconds, processor_seconds = (
+        sum(getattr(state, name) for state in started) for name in ("seconds", "processor_seconds")
+    )
+    rows.append(("hours", f"{seconds / 3600:.2f} of commands, {processor_seconds / 3600:.2f} of processors"))
+    rows += failed
     causes = Counter(find_blocked(graph, states).values())
     rows += [(f"not run for {cause}", str(count)) for cause, count in causes.items()]
     return Table(title="How it was run", head=["what", "how"], rows=rows)

@@ -40,11 +40,11 @@ def test_an_untrained_encoder_has_the_weights_of_the_seed(tmp_path: Path) -> Non
 def test_needs_come_first_and_judging_needs_its_run(tmp_path: Path) -> None:
     graph = graph_of(tmp_path)
     seen: set[str] = set()
-    for name, node in graph.nodes.items():
-        assert set(node.needs) <= seen
+    for name, needs in graph.nodes.items():
+        assert set(needs) <= seen
         seen.add(name)
-    assert graph.nodes["judged/glue/runs/slow/seed_0"].needs == ("runs/slow/seed_0",)
-    assert graph.nodes["runs/slow/seed_0"].needs == ("data/words",)
+    assert graph.nodes["judged/glue/runs/slow/seed_0"] == ("runs/slow/seed_0",)
+    assert graph.nodes["runs/slow/seed_0"] == ("data/words",)
 
 
 def test_steps_of_equal_time_follow_from_the_seconds_of_a_step(tmp_path: Path) -> None:
@@ -130,10 +130,10 @@ def test_a_judge_of_what_another_has_trained_reads_its_runs_and_waits_for_them(t
     words = graph.command_arguments("judged/pixels/runs/plain/seed_1")
     assert words[words.index("--from") + 1] == str(first / "things" / "seed_100")
     seen: set[str] = set()
-    for name, node in graph.nodes.items():
-        assert set(node.needs) <= seen
+    for name, needs in graph.nodes.items():
+        assert set(needs) <= seen
         seen.add(name)
-    assert "judged/glue/runs/plain/seed_1" in graph.nodes["judged/robust/runs/plain/seed_1"].needs
+    assert "judged/glue/runs/plain/seed_1" in graph.nodes["judged/robust/runs/plain/seed_1"]
 
 
 @pytest.mark.parametrize(
