@@ -161,44 +161,16 @@ def encoder_from_run(
     Raises:
         RefusedError: the encoder reads neither text nor images.
     """
+    settings = sizes_from_model(config.model)
     if config.reads == "text":
         return EncoderSource(
             path=path,
             text=True,
-            settings=sizes_from_model(config.model),
+            settings=settings,
             read=lambda: select_encoder(stored()),
             tokenizer=tokenizer,
             checkpoint=checkpoint,
         )
-    return image_encoder_from_run(config, path, stored, checkpoint)
-
-
-def sizes_from_model(model: ModelConfig) -> dict[tuple[str, str], Any]:
-    """Return the encoder's sizes, and the kind of text encoder, as settings of a fine-tuning run."""
-    names = [name for name in ("kind", *SIZES["model"]) if hasattr(model, name)]
-    sizes = {("model", name): getattr(model, name) for name in names}
-    if isinstance(model, TextModelConfig) and model.kind == "modern":
-        sizes["model", "dropout"] = 0.0  # recipes have BERT's
-    return sizes
-
-
-WORDS = {"bert": "embeddings.word_embeddings.weight", "modern": "embeddings.tok_embeddings.weight"}
-"""Name of the word embeddings by `model.kind`."""
-
-
-def select_encoder(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors of a text encoder, and of ModernBERT's head; `weights` are of a model with or without heads,
-    by our names, which are those of transformers."""
-    named = {re.sub(r"^(bert|model)\.", "", name): tensor for name, tensor in weights.items()}
-    parts = ("embeddings.", "encoder.", "pooler.", "layers.", "final_norm.", "head.")
-    named.pop("embeddings.position_ids", None)  # buffer that earlier versions of transformers stored
-    return {name: tensor for name, tensor in named.items() if name.startswith(parts)}
-
-
-def image_encoder_from_run(
-    config: Config, path: str, stored: Callable[[], dict[str, Tensor]], checkpoint: Path | None
-) -> EncoderSource:
-    """Return the encoder of a run on images."""
     from trp_scale.pretraining.mm_mae.weights import image_encoder_weights  # with timm, which text goes without
 
     if not isinstance(config, (ImagePretrainConfig, ImageTaskConfig)):
@@ -227,7 +199,7 @@ def image_encoder_from_run(
     if isinstance(config, ImagePretrainConfig) and config.adversary.kind == "relative_coordinate":
         # A coordinate adversary shifts this index, so it is the index without a shift.
         index = "relaxed" if config.adversary.index == "relaxed" else "rounded"
-    settings = sizes_from_model(config.model) | {
+    settings |= {
         ("vision", "patch_size"): config.vision.patch_size,
         ("vision", "positions"): "absolute",
         ("vision", "position_order"): config.vision.position_order,
@@ -239,6 +211,28 @@ def image_encoder_from_run(
         settings |= {("vision", name): getattr(config.vision, name) for name in names}
         settings["vision", "index"] = index or config.vision.index
     return EncoderSource(path=path, text=False, settings=settings, read=read, checkpoint=checkpoint)
+
+
+def sizes_from_model(model: ModelConfig) -> dict[tuple[str, str], Any]:
+    """Return the encoder's sizes, and the kind of text encoder, as settings of a fine-tuning run."""
+    names = [name for name in ("kind", *SIZES["model"]) if hasattr(model, name)]
+    sizes = {("model", name): getattr(model, name) for name in names}
+    if isinstance(model, TextModelConfig) and model.kind == "modern":
+        sizes["model", "dropout"] = 0.0  # recipes have BERT's
+    return sizes
+
+
+WORDS = {"bert": "embeddings.word_embeddings.weight", "modern": "embeddings.tok_embeddings.weight"}
+"""Name of the word embeddings by `model.kind`."""
+
+
+def select_encoder(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors of a text encoder, and of ModernBERT's head; `weights` are of a model with or without heads,
+    by our names, which are those of transformers."""
+    named = {re.sub(r"^(bert|model)\.", "", name): tensor for name, tensor in weights.items()}
+    parts = ("embeddings.", "encoder.", "pooler.", "layers.", "final_norm.", "head.")
+    named.pop("embeddings.position_ids", None)  # buffer that earlier versions of transformers stored
+    return {name: tensor for name, tensor in named.items() if name.startswith(parts)}
 
 
 def image_encoder_from_files(path: str, source: GivenWeights) -> EncoderSource:

@@ -100,31 +100,24 @@ def tasks_section(run: RunRecord) -> PageSection:
 
 def optimizer_section(run: RunRecord) -> PageSection:
     """Plot total loss, learning rate and gradient norm."""
-    return PageSection(
-        name="optimizer",
-        title="Optimizer",
-        look_for=(
-            "A growing or jumping gradient norm often precedes a rising loss. The band of a long run shows spikes that "
-            "its mean hides."
-        ),
-        blocks=list(_optimizer_plots(run)),
-    )
-
-
-def _optimizer_plots(run: RunRecord) -> Iterator[Plot]:
     loss, rate, norm, held_out = colours(("loss", "lr", "grad_norm", "held out")).values()
-    fields = run.curves.fields
+    fields, plots = run.curves.fields, list[Block]()
     if len(run.history.tasks) > 1 and len(total := fields.get("loss", Curve())):
         lines = [Line(name="training", points=total.points(), colour=loss)]
         note = "Weighted sum that is minimised; it also changes with the weights."
-        yield Plot(title="Total loss", lines=lines, note=note)
+        plots.append(Plot(title="Total loss", lines=lines, note=note))
         if len(curve := run.curves.held_out.get("loss", {}).get("", Curve())):
             lines = [Line(name="held out", points=curve.points(), colour=held_out)]
-            yield Plot(title=held_out_name(run.history).capitalize(), lines=lines)
+            plots.append(Plot(title=held_out_name(run.history).capitalize(), lines=lines))
     for name, title, colour in (("lr", "Learning rate", rate), ("grad_norm", "Norm of the gradient", norm)):
         values = fields.get(name)
         if isinstance(values, Curve) and len(values):
-            yield Plot(title=title, lines=[Line(name=name, points=values.points(), colour=colour)])
+            plots.append(Plot(title=title, lines=[Line(name=name, points=values.points(), colour=colour)]))
+    look_for = (
+        "A growing or jumping gradient norm often precedes a rising loss. The band of a long run shows spikes that its "
+        "mean hides."
+    )
+    return PageSection(name="optimizer", title="Optimizer", look_for=look_for, blocks=plots)
 
 
 BALANCER = "balancer"
