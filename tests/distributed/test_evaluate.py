@@ -10,8 +10,7 @@ import pytest
 from tests.grids import always
 from tests.ranks import Ranks
 from tests.unit.data.images.stored import write_images
-from tests.unit.evaluation.test_evaluate import reddish, tuned_run
-from tests.unit.evaluation.test_pretrained_losses import trained
+from tests.unit.evaluation.test_evaluate import reddish, trained, tuned_run
 from tests.unit.finetuning.dense.test_task import flags as dense_flags
 from trp_scale.cli import main as cli
 from trp_scale.evaluation.probe.classifiers import _read

@@ -1,7 +1,11 @@
-"""Groups: the files of the published data sets, the figures against numpy and scikit-learn, and refusals."""
+"""Groups: files of published data sets, figures against numpy and scikit-learn, refusals; real runs with groups, and
+balanced sampling (task.py)."""
 
 from __future__ import annotations
 
+import csv
+import re
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -10,10 +14,20 @@ import torch
 from scipy import stats
 from sklearn.metrics import accuracy_score
 
+from tests.runs import lines
+from tests.unit.finetuning.glue.small_data import finetune_here, glue_flags, sentences
+from tests.unit.finetuning.test_finetune import tuning_flags
+from tests.unit.finetuning.test_task import LABELS, all_blocks, whole
+from trp_scale.cli import main as cli
 from trp_scale.core.batch import Batch
+from trp_scale.data.images.dataset import open_image_dataset
+from trp_scale.data.plan import TrainPlan
 from trp_scale.distributed.groups import Group
 from trp_scale.errors import DataError, RefusedError
 from trp_scale.finetuning.groups import GroupAccuracy, GroupRow, Groups, image_groups, read_group_file
+from trp_scale.finetuning.measurement import image_keys
+from trp_scale.finetuning.task import TaskObjective, sample_groups
+from trp_scale.reporting.results import read_results
 
 FILES = {
     "waterbirds.csv": "img_id,img_filename,y,split,place,place_filename\n"
@@ -167,3 +181,169 @@ def test_rows_without_a_group_are_counted_and_named() -> None:
     with pytest.raises(RefusedError, match="2 of 4") as refused:
         groups.require(groups.number(["a", "", "b", ""]), "training")
     assert "own.csv" in str(refused.value) and "1, 3" in str(refused.value)
+
+
+GROUPS = ("long", "short", "rare")
+
+
+def write_sst2(root: Path, train: int, dev: int) -> Path:
+    """SST-2's columns, and the group of each sentence: one in ten is rare."""
+    rows = [
+        f"{text}\t{number % 2}\t{'rare' if number % 10 == 0 else GROUPS[number % 3 > 0]}\n"
+        for number, text in enumerate(sentences(train + dev))
+    ]
+    (root / "SST-2").mkdir(parents=True)
+    for name, part in (("train", rows[:train]), ("dev", rows[train:])):
+        (root / "SST-2" / f"{name}.tsv").write_text("sentence\tlabel\tkind\n" + "".join(part), encoding="utf-8")
+    return root
+
+
+def text_flags(text_dataset: Path, tmp_path: Path, **changes: object) -> list[str]:
+    root = tmp_path / "data" if (tmp_path / "data").exists() else write_sst2(tmp_path / "data", 40, 120)
+    values = {
+        "downstream__tokenizer": text_dataset / "tokenizer",
+        "downstream__epochs": 0,
+        "training__steps": 5,
+        **changes,
+    }
+    return glue_flags(root, tmp_path / "run", "sst2", "scratch", **values)
+
+
+def test_groups_of_sentences_are_reported_and_balanced(text_dataset: Path, tmp_path: Path) -> None:
+    """Group DRO on balanced batches; the first weights are those of Sagawa et al., Algorithm 1."""
+    dro = {"downstream__groups": "kind", "downstream__group_sampling": "balanced", "balancer__kind": "group_dro"}
+    changes = {**dro, "balancer__rate": 0.5, "batch__global_size": 12, "batch__micro_size": 6}
+    assert finetune_here(text_flags(text_dataset, tmp_path, **changes)) == 0
+    steps = [line for line in lines(tmp_path / "run" / "sst2" / "seed_0") if "tasks" in line and "lr" in line]
+    assert steps and all(
+        {name: task["count"] for name, task in line["tasks"].items()} == dict.fromkeys(sorted(GROUPS), 4)
+        for line in steps
+    )
+    shares = np.full(3, 1 / 3)
+    for line in steps:
+        shares = shares * np.exp(0.5 * np.array([line["tasks"][name]["loss"] for name in sorted(GROUPS)]))
+        shares /= shares.sum()
+        assert [line["tasks"][name]["weight"] for name in sorted(GROUPS)] == pytest.approx(shares.tolist(), rel=1e-5)
+    (task,) = read_results(tmp_path / "run").tasks
+    detail = task.detail[0]
+    assert {name: entry["count"] for name, entry in detail["groups"].items()} == {"long": 36, "short": 72, "rare": 12}
+    assert sum(entry["count"] * entry["accuracy"] for entry in detail["groups"].values()) / 120 == pytest.approx(
+        task.metrics["accuracy"][0]
+    )
+    assert task.metrics["worst_group"][0] == min(entry["accuracy"] for entry in detail["groups"].values())
+    assert task.count == 120
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"downstream__groups": "shape"}, "'shape'"),
+        ({"downstream__group_sampling": "balanced"}, "--downstream.group_sampling"),
+        ({"downstream__groups": "kind", "downstream__group_sampling": "balanced", "downstream__rows": 8}, "rows 8"),
+    ],
+)
+def test_other_columns_and_settings_are_refused(
+    text_dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, object], named: str
+) -> None:
+    assert cli.main(["finetune", *text_flags(text_dataset, tmp_path, **changes)]) == 2
+    assert named in capsys.readouterr().err
+
+
+def write_image_groups(dataset: Path, path: Path, omitted: int = 0, number: int = 2) -> dict[str, str]:
+    """Write a file with one of `number` groups for each image, in turn; return the groups by key in stored order.
+
+    Args:
+        omitted: rows that the file lacks.
+    """
+    opened = open_image_dataset(dataset)
+    keys, labels = image_keys(opened), opened.samples.labels.tolist()
+    groups = {key: f"group {row % number}" for row, key in enumerate(keys)}
+    with path.open("w", newline="") as stream:
+        writer = csv.writer(stream)
+        writer.writerow(["file", "label", "group"])
+        writer.writerows(
+            [f"{key}.jpg", label, groups[key]] for key, label in [*zip(keys, labels, strict=True)][omitted:]
+        )
+    return groups
+
+
+def test_groups_of_images_are_those_of_the_predictions(image_dataset: Path, tmp_path: Path) -> None:
+    groups = write_image_groups(image_dataset, tmp_path / "groups.csv")
+    changes = {"downstream__groups": tmp_path / "groups.csv", "downstream__least_group": 1}
+    assert cli.main(["finetune", *tuning_flags(image_dataset, tmp_path / "run", "scratch", **changes)]) == 0
+    (task,) = read_results(tmp_path / "run").tasks
+    seed_dir = tmp_path / "run" / "classification" / "seed_0"
+    assert not {"group 0", "group 1"} - set(task.detail[0]["groups"])
+    saved = ["--predictions", str(tmp_path / "saved"), "--output", str(tmp_path / "again")]
+    assert cli.main(["evaluate", "--run", str(seed_dir), *saved]) == 0
+    rows = list(csv.DictReader((tmp_path / "saved" / "classification.csv").open()))
+    right = {
+        name: np.array([row["predicted"] == row["label"] for row in rows if groups[row["key"]] == name])
+        for name in ("group 0", "group 1")
+    }
+    for detail in (task.detail[0], read_results(tmp_path / "again").tasks[0].detail[0]):
+        assert {name: entry["accuracy"] for name, entry in detail["groups"].items()} == {
+            name: pytest.approx(values.mean()) for name, values in right.items()
+        }
+    assert task.metrics["worst_group"][0] == pytest.approx(min(values.mean() for values in right.values()))
+
+
+def test_training_rows_without_a_group_are_refused_if_groups_are_trained(
+    image_dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_image_groups(image_dataset, tmp_path / "groups.csv", omitted=5)
+    changes = {"downstream__groups": tmp_path / "groups.csv", "downstream__group_sampling": "balanced"}
+    assert cli.main(["finetune", *tuning_flags(image_dataset, tmp_path / "run", "scratch", **changes)]) == 2
+    message = capsys.readouterr().err
+    assert "groups.csv" in message and " of " in message
+
+
+def test_balanced_batches_have_as_many_rows_of_each_group() -> None:
+    """No row of a group is repeated before all of its rows are used."""
+    names = [np.where(labels < 1, "rare", "usual").tolist() for labels in LABELS]
+    names[0][:10] = ["third"] * 10
+    groups = Groups.from_names("own.csv", 10, *names)
+    allowed = all_blocks()
+    allowed[1][:4] = False
+    rows, paths = sample_groups(groups.attach(whole(), names), allowed, groups)
+    chosen = [np.ones(len(table.rows), dtype=np.bool_) for table in rows.blocks]
+    plan = TrainPlan(seed=3, members=rows.members(paths, chosen), blocks_per_group=4)
+    batch = rows.builder.build(plan.locate(np.arange(30)), 0)
+    assert [path.weight for path in paths] == [Fraction(1)] * 3 and plan.rows == 260
+    assert (batch["groups"].view(10, 3).sort(1).values == torch.arange(3)).all()
+    third = batch["groups"] == groups.names.index("third")
+    assert sorted(batch["row"][third].tolist()) == list(range(10)) and not batch["block"][third].any()
+    stored = zip(*(batch[name].tolist() for name in ("member", "block", "row", "groups")), strict=True)
+    assert all(names[member][10 * block + row] == groups.names[number] for member, block, row, number in stored)
+    assert all(allowed[member][block] for member, block in zip(batch["member"], batch["block"], strict=True))
+
+
+def test_losses_of_groups_are_sums_over_their_rows() -> None:
+    objective = TaskObjective()
+    objective.balance_groups(Groups(source="x", names=("a", "b", "c"), least=10))
+    losses = torch.tensor([1.0, 2.0, 4.0, 8.0, 16.0])
+    fields = {"groups": torch.tensor([0, 2, 0, 2, -1]), "row_weights": torch.tensor([1.0, 1.0, 1.0, 0.0, 1.0])}
+    sums = objective.sum_rows(losses, Batch(fields=fields, keys=torch.arange(5), start=0))
+    assert objective.tasks == ("a", "b", "c") and objective.balanced == (0, 1, 2)
+    assert sums.sums.tolist() == [5.0, 0.0, 2.0] and sums.counts.tolist() == [2.0, 0.0, 1.0]
+
+
+def test_a_run_without_groups_is_measured_by_group(
+    image_dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Only the measured images need a group; the table has a line for each."""
+    assert cli.main(["finetune", *tuning_flags(image_dataset, tmp_path / "run", "scratch")]) == 0
+    groups = write_image_groups(image_dataset, tmp_path / "groups.csv")
+    command = ["evaluate", "--run", str(tmp_path / "run"), "--groups", str(tmp_path / "groups.csv")]
+    assert cli.main([*command, "--output", str(tmp_path / "by_group")]) == 0
+    (task,) = read_results(tmp_path / "by_group").tasks
+    detail = task.detail[0]
+    assert sum(entry["count"] for entry in detail["groups"].values()) == task.count < len(groups)
+    printed = capsys.readouterr().out
+    for name, entry in detail["groups"].items():
+        assert re.search(rf"{name} .* {entry['accuracy']:.4f} \[.*\] of {entry['count']}\b", printed)
+    assert "worst group" in printed
+    lines_of_file = (tmp_path / "groups.csv").read_text().splitlines()
+    (tmp_path / "groups.csv").write_text("\n".join(lines_of_file[:3]) + "\n")
+    assert cli.main([*command, "--output", str(tmp_path / "missing")]) == 2
+    assert f" of {task.count} measured rows" in capsys.readouterr().err

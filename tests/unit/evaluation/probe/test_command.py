@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from tests.grids import always
 from tests.runs import image_flags, pretrain_here
 from tests.unit.evaluation.small_encoder import small_config
-from tests.unit.finetuning.test_group_training import write_image_groups
+from tests.unit.finetuning.test_groups import write_image_groups
 from tests.unit.test_frozen import FROZEN
 from trp_scale.cli import main as cli
 from trp_scale.config import RefusedError

@@ -10,7 +10,7 @@ import torch
 
 from tests.runs import flags, pretrain_here
 from tests.unit.finetuning.glue.small_data import sentences, write_cola
-from tests.unit.finetuning.test_group_training import write_sst2
+from tests.unit.finetuning.test_groups import write_sst2
 from trp_scale.cli import main as cli
 from trp_scale.evaluation.encoders import TextEncoder, load_encoder
 from trp_scale.evaluation.probe import sentences as module
