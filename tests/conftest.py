@@ -21,7 +21,9 @@ import pytest
 
 from tests.fixtures import small_image_dataset, small_text_dataset
 from tests.ranks import Ranks
+from tests.runs import Refused
 from tests.shortcuts import set_old_objects_aside, take_shortcuts
+from trp_scale.cli import main as cli
 from trp_scale.distributed import stop
 
 # No example may fail for being slow: the machine decides that, not the code.
@@ -85,6 +87,18 @@ def no_signal_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """A signal that another test sent to this process is none to this test."""
     monkeypatch.setattr(stop, "_first_at", None)
     monkeypatch.setattr(stop, "_early", [])
+
+
+@pytest.fixture
+def refused(capsys: pytest.CaptureFixture[str]) -> Refused:
+    """A function that runs `trp-scale WORDS`, checks that it is refused, and returns the message."""
+
+    def run(*words: object) -> str:
+        capsys.readouterr()
+        assert cli.main([str(word) for word in words]) == 2
+        return capsys.readouterr().err
+
+    return run
 
 
 @pytest.fixture(scope="session")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,24 @@ def small_image_config(output: Path, **changes: Any) -> ShardImagesConfig:
         progress=False,
     )
     return replace(config, **changes)
+
+
+def copy_dataset(source: Path, target: Path, **changes: Any) -> Path:
+    """Copy a data set; `changes` replace fields of its dataset.json, in objects the given fields alone."""
+    shutil.copytree(source, target)
+    path = target / "dataset.json"
+    document = json.loads(path.read_text(encoding="utf-8"))
+
+    def update(fields: dict[str, Any], new: dict[str, Any]) -> None:
+        for name, value in new.items():
+            if isinstance(value, dict) and isinstance(fields.get(name), dict):
+                update(fields[name], value)
+            else:
+                fields[name] = value
+
+    update(document, changes)
+    path.write_text(json.dumps(document), encoding="utf-8")
+    return target
 
 
 def small_image_dataset(

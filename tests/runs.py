@@ -7,10 +7,14 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+
+Refused = Callable[..., str]
+"""Fixture of a command that is refused, see tests/conftest.py."""
 
 SMALL = {
     "model.layers": 2,
@@ -52,22 +56,22 @@ def hear_ctrl_c() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
+def to_flags(values: Mapping[str, Any], **changes: Any) -> list[str]:
+    """The flags --section.field of `values`; `changes` replace or add some, with "__" for the dot."""
+    changed = {**values, **{name.replace("__", "."): value for name, value in changes.items()}}
+    return [word for name, value in changed.items() for word in (f"--{name}", str(value))]
+
+
 def image_flags(recipe: str, dataset: Path, run_dir: Path, **changes: Any) -> list[str]:
     """Command line of a small run on images, 4 x 4 patches of 8 px; `changes` as for `flags`."""
-    values: dict[str, Any] = {**SMALL_IMAGES, "data.path": dataset, "run_dir": run_dir}
-    values |= {name.replace("__", "."): value for name, value in changes.items()}
-    return ["--recipe", recipe, *(part for name, value in values.items() for part in (f"--{name}", str(value)))]
+    values = {**SMALL_IMAGES, "data.path": dataset, "run_dir": run_dir}
+    return ["--recipe", recipe, *to_flags(values, **changes)]
 
 
 def flags(dataset: Path, run_dir: Path, **changes: Any) -> list[str]:
     """Command line of a small run. `changes` are flags with "__" for the dot, such as model__dropout=0.0."""
-    values: dict[str, Any] = {**SMALL, "data.path": dataset, "run_dir": run_dir}
-    values |= {name.replace("__", "."): value for name, value in changes.items()}
-    return [
-        "--recipe",
-        "pos_bert_tiny",
-        *(part for name, value in values.items() for part in (f"--{name}", str(value))),
-    ]
+    values = {**SMALL, "data.path": dataset, "run_dir": run_dir}
+    return ["--recipe", "pos_bert_tiny", *to_flags(values, **changes)]
 
 
 def pretrain_here(arguments: list[str]) -> int:

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.runs import flags, image_flags, lines, pretrain_here
+from tests.fixtures import copy_dataset
+from tests.runs import Refused, flags, image_flags, lines, pretrain_here
 from tests.unit.data.images.stored import jpeg, photograph, sample, write_images
 from tests.unit.finetuning.test_finetune import tuning_flags
 from trp_scale.checkpoint.document import read_document
@@ -88,9 +89,7 @@ def test_the_most_frequent_class_of_the_training_images_is_measured_beside_it(
     assert task.metrics["constant_accuracy"] == [0.25]
 
 
-def test_the_average_of_the_weights_is_measured_in_their_place(
-    tuned: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_average_of_the_weights_is_measured_in_their_place(tuned: Path, tmp_path: Path, refused: Refused) -> None:
     """A run that measures its average itself says what is expected; the average has hardly left the first weights."""
     averaging = ("--hooks", "weight_average", "--weight_average.decay", "0.999", "--weight_average.warmup", "false")
     run = tuned_run(tmp_path, *averaging, "--weight_average.validate", "true")
@@ -98,8 +97,7 @@ def test_the_average_of_the_weights_is_measured_in_their_place(
         assert cli.main(["evaluate", "--run", str(run), *words]) == 0
     (last,), (average,) = (read_results(run / "evaluations" / name).tasks for name in ("own", "own-average"))
     assert average.metrics == read_results(run).tasks[0].metrics and average.mean < last.mean
-    assert cli.main(["evaluate", "--run", str(tuned), "--weights", "average"]) == 2
-    assert "weight_average" in capsys.readouterr().err
+    assert "weight_average" in refused("evaluate", "--run", tuned, "--weights", "average")
 
 
 def test_other_data_is_all_measured_and_needs_no_training_data(tuned: Path, tmp_path: Path) -> None:
@@ -119,7 +117,7 @@ def test_other_data_is_all_measured_and_needs_no_training_data(tuned: Path, tmp_
     assert sum(found["images"] for found in task.detail[0]["classes"].values()) == 41
 
 
-def test_what_cannot_be_measured_is_refused(tuned: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_measured_is_refused(tuned: Path, tmp_path: Path, refused: Refused) -> None:
     renamed = images(tmp_path / "renamed", range(20), classes=["ant", "cat", "bee"])
     fewer = write_images(
         tmp_path / "fewer", [[sample(number, 16, 16, cls=b"0") for number in range(9)]], changes={"classes": ["ant"]}
@@ -136,28 +134,22 @@ def test_what_cannot_be_measured_is_refused(tuned: Path, tmp_path: Path, capsys:
         ([*run, "--data", str(renamed)], "allowed: the same names in the same order"),
         ([*run, "--robustness", f"a={fewer}", "--data", str(fewer)], "--robustness names its own data"),
     ):
-        assert cli.main(["evaluate", *words]) == 2
-        assert message in capsys.readouterr().err
+        assert message in refused("evaluate", *words)
     (tuned.parent / "data").rename(tmp_path / "away")
     try:
         for data in (renamed, fewer):
-            assert cli.main(["evaluate", *run, "--data", str(data)]) == 2
-            assert "3 (ant, bee, cat)" in capsys.readouterr().err
+            assert "3 (ant, bee, cat)" in refused("evaluate", *run, "--data", data)
     finally:
         (tmp_path / "away").rename(tuned.parent / "data")
 
 
-def test_data_that_was_changed_is_not_taken_for_the_run_s_own(
-    tuned: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_data_that_was_changed_is_not_taken_for_the_run_s_own(tuned: Path, tmp_path: Path, refused: Refused) -> None:
     """The path is the same; the figures of before stay."""
     (tuned.parent / "data").rename(tmp_path / "away")
     try:
         images(tuned.parent / "data", range(200, 290))
         new = ["--output", str(tmp_path / "new" / "own"), "--predictions", str(tmp_path / "new" / "own" / "said")]
-        assert cli.main(["evaluate", "--run", str(tuned), *new]) == 2
-        error = capsys.readouterr().err
-        assert f"the data at {tuned.parent / 'data'}" in error
+        assert f"the data at {tuned.parent / 'data'}" in refused("evaluate", "--run", tuned, *new)
         assert not (tmp_path / "new").exists(), "a refused measurement leaves no directory"
         shutil.rmtree(tuned.parent / "data")
         (tuned.parent / "data").mkdir()  # something else lies where the run has learned from
@@ -185,14 +177,13 @@ def test_images_that_were_learned_from_are_noted_and_a_seed_that_was_refused_is_
     assert [task.task for task in read_results(tmp_path / "out").tasks] == ["classification"]
 
 
-def test_a_run_that_has_not_ended_is_refused(tuned: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_has_not_ended_is_refused(tuned: Path, tmp_path: Path, refused: Refused) -> None:
     seed_dir = shutil.copytree(tuned / "classification" / "seed_0", tmp_path / "seed_0")
     (checkpoint,) = seed_dir.glob("checkpoints/*")
     document = read_document(checkpoint)
     document.config["training"]["steps"] *= 10
     document.write(checkpoint)
-    assert cli.main(["evaluate", "--run", str(seed_dir)]) == 2
-    assert "stopped after" in capsys.readouterr().err
+    assert "stopped after" in refused("evaluate", "--run", seed_dir)
 
 
 RECIPES = {
@@ -283,41 +274,34 @@ def test_the_worst_is_a_task_that_the_balancer_weighs(
     assert any(line.startswith("a: ") and "step 2" in line for line in printed)
 
 
-def test_data_of_another_vocabulary_is_refused(
-    run: Path, text_dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    larger, other = (Path(shutil.copytree(text_dataset, tmp_path / name)) for name in ("larger", "other"))
-    document = json.loads((larger / "dataset.json").read_text())
-    document["vocab_size"] += 1
-    (larger / "dataset.json").write_text(json.dumps(document))
+def test_data_of_another_vocabulary_is_refused(run: Path, text_dataset: Path, tmp_path: Path, refused: Refused) -> None:
+    other = Path(shutil.copytree(text_dataset, tmp_path / "other"))
+    vocabulary = 1 + json.loads((text_dataset / "dataset.json").read_text())["vocab_size"]
+    larger = copy_dataset(text_dataset, tmp_path / "larger", vocab_size=vocabulary)
     tokenizer = other / "tokenizer" / "tokenizer.json"
     tokenizer.write_text(tokenizer.read_text() + "\n")
-    for data, message in ((larger, f"vocabulary has {document['vocab_size']}"), (other, "tokenizer differs")):
-        assert cli.main(["evaluate", "--run", str(run), "--data", str(data)]) == 2
-        error = " ".join(capsys.readouterr().err.split())
-        assert message in error and f"--tokenizer {run}/tokenizer" in error.replace("\n", "")
+    for data, message in ((larger, f"vocabulary has {vocabulary}"), (other, "tokenizer differs")):
+        error = " ".join(refused("evaluate", "--run", run, "--data", data).split())
+        assert message in error and f"--tokenizer {run}/tokenizer" in error
 
 
 def test_maps_of_other_classes_and_data_of_another_kind_are_refused(
-    image_dataset: Path, text_dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    image_dataset: Path, text_dataset: Path, tmp_path: Path, refused: Refused
 ) -> None:
     run = trained("modalities", image_dataset, tmp_path / "run")
     names = json.loads((image_dataset / "dataset.json").read_text())["modalities"]["semseg"]["classes"]
-    others = []
-    for number, classes in enumerate(([*names, "unicorn"], [names[1], names[0], *names[2:]])):
-        others.append(Path(shutil.copytree(image_dataset, tmp_path / f"other_{number}")))
-        document = json.loads((others[-1] / "dataset.json").read_text())
-        document["modalities"]["semseg"]["classes"] = classes
-        (others[-1] / "dataset.json").write_text(json.dumps(document))
-    refused = [(other, "give data with the same classes") for other in others]
-    for data, message in (*refused, (text_dataset, "kind 'text' found")):
-        assert cli.main(["evaluate", "--run", str(run), "--data", str(data)]) == 2
-        error = capsys.readouterr().err
+    others = [
+        copy_dataset(image_dataset, tmp_path / f"other_{number}", modalities={"semseg": {"classes": classes}})
+        for number, classes in enumerate(([*names, "unicorn"], [names[1], names[0], *names[2:]]))
+    ]
+    found = [(other, "give data with the same classes") for other in others]
+    for data, message in (*found, (text_dataset, "kind 'text' found")):
+        error = refused("evaluate", "--run", run, "--data", data)
         assert message in error and "--data.path" not in error, "evaluate has no such flag"
 
 
 def test_a_run_that_held_nothing_out_needs_data_and_flags_of_other_runs_are_refused(
-    image_dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    image_dataset: Path, tmp_path: Path, refused: Refused
 ) -> None:
     """Pictures without maps and classes are enough to measure a run whose masks were learned from classes."""
     run = trained("learned_masks", image_dataset, tmp_path / "run", data__validation_fraction=0, validation__every=0)
@@ -327,8 +311,7 @@ def test_a_run_that_held_nothing_out_needs_data_and_flags_of_other_runs_are_refu
         (["--images", str(tmp_path)], "--images is for"),
         (["--rows", "-1"], "--rows is -1"),
     ):
-        assert cli.main(["evaluate", "--run", str(run), *more]) == 2
-        assert message in capsys.readouterr().err
+        assert message in refused("evaluate", "--run", run, *more)
     samples = [{name: part for name, part in sample(number, 40, 40).items() if name != "cls"} for number in range(9)]
     described = {"classes": None, "suffixes": ["jpg"], "settings": {"split": "test"}}
     kept = write_images(tmp_path / "kept", [samples], changes=described)

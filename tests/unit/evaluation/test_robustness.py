@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.runs import Refused
 from tests.unit.data.images.stored import write_images
 from tests.unit.evaluation.test_evaluate import reddish, tuned_run
 from trp_scale.checkpoint.document import read_document
@@ -82,18 +83,18 @@ def test_columns_are_matched_by_name() -> None:
 
 
 def test_corruption_errors_of_folders(
-    tuned: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+    tuned: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, refused: Refused
 ) -> None:
     """Two corruptions at two severities: refused, and partial when asked for."""
     places = ["fog/1", "fog/5", "snow/1", "snow/5"]
     for number, place in enumerate(places):
         of_classes(tmp_path / "c" / place, ["ant", "bee", "cat"], 12 + number, first=100 * number)
     flags = ["evaluate", "--run", str(tuned), "--robustness", f"c={tmp_path / 'c'}", "--output", str(tmp_path / "out")]
-    assert cli.main(flags) == 2
-    assert f"{tmp_path / 'c'}: 71 of 75 are missing (gaussian_noise/1, " in capsys.readouterr().err
+    assert f"{tmp_path / 'c'}: 71 of 75 are missing (gaussian_noise/1, " in refused(*flags)
     (tmp_path / "empty").mkdir()
-    assert cli.main([*flags[:3], "--robustness", f"c={tmp_path / 'empty'}", "--partial"]) == 2
-    assert f"{tmp_path / 'empty'}/CORRUPTION/SEVERITY" in capsys.readouterr().err
+    assert f"{tmp_path / 'empty'}/CORRUPTION/SEVERITY" in refused(
+        *flags[:3], "--robustness", f"c={tmp_path / 'empty'}", "--partial"
+    )
     assert cli.main([*flags, "--partial"]) == 0
     (task,) = read_results(tmp_path / "out").tasks
     assert task.metric == "mean_corruption_error (partial: 4 of 75)" and task.lower_is_better
@@ -124,7 +125,7 @@ def test_corrupted_images_are_seen_as_they_are(tuned: Path, tmp_path: Path) -> N
     assert result.detail["errors"] == {"fog": {"3": pytest.approx(1 - whole)}}
 
 
-def test_one_task_at_a_time(tuned: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_task_at_a_time(tuned: Path, tmp_path: Path, refused: Refused) -> None:
     """Figures of two classifiers on one set would stand in one row."""
     several = tmp_path / "several"
     shutil.copytree(tuned / "classification", several / "first")
@@ -134,8 +135,7 @@ def test_one_task_at_a_time(tuned: Path, tmp_path: Path, capsys: pytest.CaptureF
     document.config["downstream"]["task"] = "second"
     document.write(checkpoint)
     data = of_classes(tmp_path / "set", ["bee"], 9)
-    assert cli.main(["evaluate", "--run", str(several), "--robustness", f"a={data}"]) == 2
-    assert "2 tasks (classification, second)" in capsys.readouterr().err
+    assert "2 tasks (classification, second)" in refused("evaluate", "--run", several, "--robustness", f"a={data}")
 
 
 def test_alexnet_errors_are_the_published_ones() -> None:

@@ -124,9 +124,11 @@ def test_encoder_of_a_multimodal_run_and_its_export(
         assert_close(features(encoder, pixels), expected)
 
 
-def test_a_run_with_learned_positions_and_its_exports(tmp_path: Path) -> None:
+@pytest.mark.parametrize("learned", [False, True])
+def test_a_run_and_its_exports(tmp_path: Path, learned: bool) -> None:
+    """Fixed positions stay fixed, learned ones become weights."""
     settings = config(tokens="visible")
-    settings.vision.learned_positions = True
+    settings.vision.learned_positions = learned
     model = write_run(tmp_path / "run", settings)
     export(tmp_path / "run", tmp_path / "hf", to="hf")
     export(tmp_path / "run", tmp_path / "timm", to="timm", image_size=GRID * PATCH)
@@ -134,9 +136,9 @@ def test_a_run_with_learned_positions_and_its_exports(tmp_path: Path) -> None:
         expected = model.features(patchify(images().float(), PATCH), torch.arange(GRID**2).expand(3, -1))
     for name in ("run", "hf", "timm"):
         encoder, found = load_source(tmp_path / name)
-        assert found.downstream.learned_positions and found.vision.positions == "absolute"
+        assert found.downstream.learned_positions is learned and found.vision.positions == "absolute"
         assert_close(features(encoder), expected)
-    assert model.pos_embed.abs().max() > 0.1
+    assert not learned or model.pos_embed.abs().max() > 0.1
 
 
 def write_classifier(run_dir: Path, settings: ClassificationTaskConfig) -> ImageClassifier:
@@ -149,10 +151,12 @@ def write_classifier(run_dir: Path, settings: ClassificationTaskConfig) -> Image
     return model
 
 
-@pytest.mark.parametrize("learned", [False, True])
+@pytest.mark.parametrize(
+    ("positions", "learned"), [({}, False), ({"learned_positions": True}, True), ({"positions": "learned"}, True)]
+)
 @pytest.mark.parametrize("pooling", ["mean", "class"])
-def test_encoder_of_a_fine_tuned_run(tmp_path: Path, pooling: str, learned: bool) -> None:
-    model = write_classifier(tmp_path, finetune_config(pooling=pooling, learned_positions=learned))
+def test_encoder_of_a_fine_tuned_run(tmp_path: Path, pooling: str, positions: dict[str, Any], learned: bool) -> None:
+    model = write_classifier(tmp_path, finetune_config(pooling=pooling, **positions))
     encoder, settings = load_source(tmp_path)
     assert settings.downstream.learned_positions is learned
     found, pixels = features(encoder), images().float()
@@ -189,24 +193,6 @@ def test_learned_positions_begin_at_the_stretched_grid_and_get_a_gradient(tmp_pa
     assert decay == 0.0, "MAE's code spares positions"
 
 
-def test_trained_positions_are_loaded(tmp_path: Path) -> None:
-    model = write_classifier(tmp_path, finetune_config(positions="learned"))
-    encoder, settings = load_source(tmp_path)
-    assert settings.downstream.learned_positions
-    assert encoder.pos_embed.equal(model.encoder.pos_embed)
-
-
-def test_exports_equal_their_run(tmp_path: Path) -> None:
-    write_run(tmp_path / "run", config(tokens="visible"))
-    expected = features(load_source(tmp_path / "run")[0])
-    export(tmp_path / "run", tmp_path / "hf", to="hf")
-    export(tmp_path / "run", tmp_path / "timm", to="timm", image_size=GRID * PATCH)
-    for library in ("hf", "timm"):
-        encoder, settings = load_source(tmp_path / library)
-        assert not settings.downstream.learned_positions  # fixed ones stay fixed
-        assert_close(features(encoder), expected)
-
-
 def test_vitmae_saved_by_transformers(tmp_path: Path) -> None:
     settings = config(tokens="visible")
     peer = vitmae(settings)
@@ -221,12 +207,17 @@ def test_vitmae_saved_by_transformers(tmp_path: Path) -> None:
     assert_close(features(encoder), expected)
 
 
-def save_timm_model(directory: Path, **changes: Any) -> timm.models.VisionTransformer:
-    """A small model of timm's own maker, saved as timm saves for the hub."""
+def save_timm_model(directory: Path, own_statistics: bool = True, **changes: Any) -> timm.models.VisionTransformer:
+    """A small model of timm's own maker, saved as timm saves for the hub; with the mean and deviation of its pixels, or
+    ours."""
     sizes = {"img_size": GRID * PATCH, "patch_size": PATCH, "embed_dim": 24, "depth": 2, "num_heads": 2}
     peer = timm.create_model("vit_base_patch16_224", pretrained=False, num_classes=7, **{**sizes, **changes}).eval()
     randomise_weights(peer)
     save_for_hf(peer, directory, safe_serialization=True)
+    if not own_statistics:
+        described = json.loads((directory / "config.json").read_text())
+        described["pretrained_cfg"] |= {"mean": CHANNEL_MEAN, "std": CHANNEL_DEVIATION}
+        (directory / "config.json").write_text(json.dumps(described))
     return peer
 
 
@@ -246,11 +237,8 @@ def test_vit_saved_by_timm(tmp_path: Path, pool: str) -> None:
 
 
 def test_learned_positions_are_stretched_to_the_images(tmp_path: Path) -> None:
-    save_timm_model(tmp_path)
+    save_timm_model(tmp_path, own_statistics=False)
     grid = GRID + 2
-    described = json.loads((tmp_path / "config.json").read_text())
-    described["pretrained_cfg"] |= {"mean": CHANNEL_MEAN, "std": CHANNEL_DEVIATION}
-    (tmp_path / "config.json").write_text(json.dumps(described))
     encoder, _ = load_source(tmp_path, grid)
     larger = timm.create_model(f"local-dir:{tmp_path}", pretrained=True, img_size=grid * PATCH).eval()
     assert larger.pos_embed.shape[1] == 1 + grid**2
@@ -287,10 +275,7 @@ def test_unsupported_timm_models_are_refused(tmp_path: Path, changes: Any, diffe
     ids=str,
 )
 def test_parts_that_other_tensors_can_hold_are_folded_into_them(tmp_path: Path, changes: Any) -> None:
-    peer = save_timm_model(tmp_path, **changes)
-    described = json.loads((tmp_path / "config.json").read_text())
-    described["pretrained_cfg"] |= {"mean": CHANNEL_MEAN, "std": CHANNEL_DEVIATION}
-    (tmp_path / "config.json").write_text(json.dumps(described))
+    peer = save_timm_model(tmp_path, own_statistics=False, **changes)
     encoder, _ = load_source(tmp_path)
     with torch.no_grad():
         assert_close(features(encoder), peer.forward_features(images().float()))

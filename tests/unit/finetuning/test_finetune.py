@@ -11,7 +11,7 @@ import pytest
 
 from tests.documents.pages import blocks
 from tests.extending import files, forgetting
-from tests.runs import SMALL_IMAGES, flags, image_flags, pretrain_here
+from tests.runs import SMALL_IMAGES, Refused, flags, image_flags, pretrain_here, to_flags
 from tests.unit.data.images.stored import sample, write_images
 from tests.unit.finetuning.glue.small_data import finetune_here, glue_flags, write_cola
 from trp_scale.cli import main as cli
@@ -29,14 +29,10 @@ def tuning_flags(dataset: Path, run_dir: Path, source: str, **changes: object) -
     """A small classification run on rendered scenes."""
     values: dict[str, object] = {name: value for name, value in SMALL_IMAGES.items() if name.startswith(KEPT)}
     values |= {"data.path": dataset, "run_dir": run_dir, "from": source, "downstream.epochs": 1.0}
-    values |= {name.replace("__", "."): value for name, value in changes.items()}
-    flags = [part for name, value in values.items() for part in (f"--{name}", str(value))]
-    return ["--recipe", "classification_tiny", *flags]
+    return ["--recipe", "classification_tiny", *to_flags(values, **changes)]
 
 
-def test_every_seed_is_a_run_and_none_is_trained_twice(
-    image_dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_seed_is_a_run_and_none_is_trained_twice(image_dataset: Path, tmp_path: Path, refused: Refused) -> None:
     run_dir = tmp_path / "tuned"
     flags = tuning_flags(image_dataset, run_dir, "scratch", seeds=2)
     assert cli.main(["finetune", *flags]) == 0
@@ -57,8 +53,7 @@ def test_every_seed_is_a_run_and_none_is_trained_twice(
     assert (run_dir / "classification" / "seed_0" / "environment.json").read_text() == before
 
     results = (run_dir / "results.json").read_text()
-    assert cli.main(["finetune", *flags, "--optimizer.lr", "0.5"]) == 2, "figures of other settings were taken"
-    assert "optimizer.lr: checkpoint 0.001, now 0.5" in capsys.readouterr().err
+    assert "optimizer.lr: checkpoint 0.001, now 0.5" in refused("finetune", *flags, "--optimizer.lr", "0.5")
     assert (run_dir / "results.json").read_text() == results
 
 
@@ -105,28 +100,23 @@ def test_the_encoder_is_the_run_s_in_its_sizes_and_weights(image_dataset: Path, 
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 def test_invalid_flags_are_refused_by_name(
-    image_dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, object], named: str
+    image_dataset: Path, tmp_path: Path, refused: Refused, changes: dict[str, object], named: str
 ) -> None:
     flags = tuning_flags(image_dataset, tmp_path / "x", "scratch", **changes)
     if "recipe" in changes:
         flags = flags[2:]
-    assert cli.main(["finetune", *flags]) == 2
-    assert named in capsys.readouterr().err
+    assert named in refused("finetune", *flags)
     assert not (tmp_path / "x").exists() or not list((tmp_path / "x").rglob("metrics.jsonl"))
 
 
-def test_images_that_are_learned_from_are_no_test(
-    image_dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_images_that_are_learned_from_are_no_test(image_dataset: Path, tmp_path: Path, refused: Refused) -> None:
     flags = tuning_flags(image_dataset, tmp_path / "run", "scratch", downstream__test_path=image_dataset)
-    assert cli.main(["finetune", *flags]) == 2
-    assert f"{image_dataset}: 96 of its 96" in capsys.readouterr().err
+    assert f"{image_dataset}: 96 of its 96" in refused("finetune", *flags)
 
 
-def test_a_data_set_is_no_run_directory(image_dataset: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_data_set_is_no_run_directory(image_dataset: Path, refused: Refused) -> None:
     before = sorted(image_dataset.iterdir())
-    assert cli.main(["finetune", *tuning_flags(image_dataset, image_dataset, "scratch")]) == 2
-    assert f"--run_dir {image_dataset}" in capsys.readouterr().err
+    assert f"--run_dir {image_dataset}" in refused("finetune", *tuning_flags(image_dataset, image_dataset, "scratch"))
     assert sorted(image_dataset.iterdir()) == before
 
 
@@ -165,7 +155,7 @@ def test_a_refused_run_leaves_no_empty_folder(tmp_path: Path) -> None:
     assert not [path for path in (tmp_path / "run").rglob("*") if path.is_dir()]
 
 
-def test_runs_within_a_directory_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs_within_a_directory_are_named(tmp_path: Path, refused: Refused) -> None:
     (tmp_path / "tuned" / "rte" / "seed_3").mkdir(parents=True)
     (tmp_path / "tuned" / "rte" / "seed_3" / "config.yaml").touch()
     for words in (
@@ -173,8 +163,7 @@ def test_runs_within_a_directory_are_named(tmp_path: Path, capsys: pytest.Captur
         ["export", "--to", "timm", "--output", "x", "--run"],
         ["represent", "--data", "x", "--output", "y", "--from"],
     ):
-        assert cli.main([*words, str(tmp_path / "tuned")]) == 2
-        assert f"give one: {tmp_path}/tuned/rte/seed_3\n" in capsys.readouterr().err
+        assert f"give one: {tmp_path}/tuned/rte/seed_3\n" in refused(*words, tmp_path / "tuned")
 
 
 def test_glue_names_in_any_case() -> None:
@@ -197,65 +186,54 @@ def steps_of(run: Path) -> int:
     return int(json.loads((run / ONE / RESULT_FILE).read_text())["settings"]["training"]["steps"])
 
 
-def test_more_steps_go_on_and_fewer_are_refused(
-    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_more_steps_go_on_and_fewer_are_refused(command: list[str], tmp_path: Path, refused: Refused) -> None:
     run = tmp_path / "run"
     assert cli.main([*command, "--checkpoint.every", "1"]) == 0
-    assert cli.main([*command, "--training.steps", "2"]) == 2, "the figure of three steps was taken for that of two"
-    assert "--training.steps is 2" in capsys.readouterr().err
+    assert "--training.steps is 2" in refused(*command, "--training.steps", "2")
     assert steps_of(run) == 3
     assert cli.main([*command, "--training.steps", "5"]) == 0
     assert steps_of(run) == 5 and (run / ONE / "checkpoints" / "step_00000005").is_dir()
 
 
 def test_runs_of_two_commands_do_not_share_a_directory(
-    command: list[str], text_dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    command: list[str], text_dataset: Path, tmp_path: Path, refused: Refused
 ) -> None:
     pretrained = flags(text_dataset, tmp_path / "pretrained", training__steps=1)
     assert pretrain_here(pretrained) == 0
     before = sorted(path.name for path in (tmp_path / "pretrained").iterdir())
-    assert cli.main([*command, "--run_dir", str(tmp_path / "pretrained")]) == 2
-    assert "/pretrained contains" in capsys.readouterr().err
+    assert "/pretrained contains" in refused(*command, "--run_dir", tmp_path / "pretrained")
     assert sorted(path.name for path in (tmp_path / "pretrained").iterdir()) == before
     assert cli.main(command) == 0
-    assert cli.main(["pretrain", *flags(text_dataset, tmp_path / "run", training__steps=1)]) == 2
-    assert "/run contains" in capsys.readouterr().err
+    assert "/run contains" in refused("pretrain", *flags(text_dataset, tmp_path / "run", training__steps=1))
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
-def test_what_is_started_anew_takes_no_earlier_figure(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_started_anew_takes_no_earlier_figure(command: list[str], refused: Refused) -> None:
     assert cli.main([*command, "--resume", "never"]) == 0
-    assert cli.main([*command, "--resume", "never"]) == 2
-    assert "--resume never" in capsys.readouterr().err
+    assert "--resume never" in refused(*command, "--resume", "never")
 
 
-def test_seeds_on_other_data_are_not_joined(
-    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_seeds_on_other_data_are_not_joined(command: list[str], tmp_path: Path, refused: Refused) -> None:
     assert cli.main(command) == 0
     dev = tmp_path / "glue" / "CoLA" / "dev.tsv"
     dev.write_text(dev.read_text(encoding="utf-8").replace("\t1\t", "\t0\t", 1), encoding="utf-8")
-    assert cli.main([*command, "--seeds", "2"]) == 2
-    assert "seed_1: " in capsys.readouterr().err
+    assert "seed_1: " in refused(*command, "--seeds", "2")
     assert not (tmp_path / "run" / "cola" / "seed_1" / RESULT_FILE).exists()
     assert read_results(tmp_path / "run").tasks[0].seeds == [0]
     assert cli.main([*command, "--training.seed", "1"]) == 0, "alone it may have other data"
-    assert cli.main([*command, "--seeds", "2"]) == 2
-    assert "seed_1: " in capsys.readouterr().err
+    assert "seed_1: " in refused(*command, "--seeds", "2")
 
 
 def test_an_encoder_that_has_learned_on_is_another_one(
-    command: list[str], text_dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    command: list[str], text_dataset: Path, tmp_path: Path, refused: Refused
 ) -> None:
     source = tmp_path / "source"
     command[command.index("scratch")] = str(source)
     pretrain_here(flags(text_dataset, source, training__steps=1))
     assert cli.main(command) == 0
     pretrain_here(flags(text_dataset, source, training__steps=2))
-    assert cli.main([*command, "--seeds", "2"]) == 2, "one mean over two encoders"
-    refused = capsys.readouterr().err
-    assert "step_00000001, now" in refused and "step_00000002" in refused
+    message = refused(*command, "--seeds", "2")
+    assert "step_00000001, now" in message and "step_00000002" in message
     first = source / "checkpoints" / "step_00000001"
     command[command.index(str(source))] = str(first)
     assert cli.main([*command, "--seeds", "2"]) == 0, "the checkpoint itself is the encoder that it was"
@@ -268,7 +246,7 @@ def test_a_run_is_measured_by_the_tokenizer_it_has_learned_with(command: list[st
     assert read_results(tmp_path / "run" / "evaluations" / "own").tasks == read_results(tmp_path / "run").tasks
 
 
-def test_a_task_of_one_s_own(image_dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_task_of_one_s_own(image_dataset: Path, tmp_path: Path, refused: Refused) -> None:
     module, recipe = tmp_path / "brightness.py", tmp_path / "brightness.yaml"
     module.write_text(files()["brightness.py"], encoding="utf-8")
     (shown,) = (block.text for block in blocks(Path("docs/extending.md").name) if "kind: brightness" in block.text)
@@ -292,12 +270,10 @@ def test_a_task_of_one_s_own(image_dataset: Path, tmp_path: Path, capsys: pytest
         drawn = json.loads((tmp_path / "seen" / "representation.json").read_text(encoding="utf-8"))
         assert drawn["pictures"][-1] == "brightness.png" and (tmp_path / "seen" / "brightness.png").is_file()
         switched = [*flags, "--downstream.kind", "brightness", "--downstream.darkest", "2", *given]
-        assert cli.main(["finetune", *switched]) == 2
-        assert "--downstream.darkest is 2.0, allowed: from 0 to below 1" in capsys.readouterr().err
-        assert cli.main(["finetune", *own, "--augmentation.mixup", "1", *given]) == 2
-        assert "a setting of downstream.kind classification; this run's is brightness" in capsys.readouterr().err
+        assert "--downstream.darkest is 2.0, allowed: from 0 to below 1" in refused("finetune", *switched)
+        assert "a setting of downstream.kind classification; this run's is brightness" in refused(
+            "finetune", *own, "--augmentation.mixup", "1", *given
+        )
     with forgetting():
-        assert cli.main(["finetune", *own]) == 2
-        assert "downstream.kind is 'brightness'" in capsys.readouterr().err
-        assert cli.main(["evaluate", "--run", str(run_dir), "--output", str(tmp_path / "again")]) == 2
-        assert "--module" in capsys.readouterr().err
+        assert "downstream.kind is 'brightness'" in refused("finetune", *own)
+        assert "--module" in refused("evaluate", "--run", run_dir, "--output", tmp_path / "again")

@@ -14,7 +14,7 @@ import torch
 from scipy import stats
 from sklearn.metrics import accuracy_score
 
-from tests.runs import lines
+from tests.runs import Refused, lines
 from tests.unit.finetuning.glue.small_data import finetune_here, glue_flags, sentences
 from tests.unit.finetuning.test_finetune import tuning_flags
 from tests.unit.finetuning.test_task import LABELS, all_blocks, whole
@@ -243,10 +243,9 @@ def test_groups_of_sentences_are_reported_and_balanced(text_dataset: Path, tmp_p
     ],
 )
 def test_other_columns_and_settings_are_refused(
-    text_dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, object], named: str
+    text_dataset: Path, tmp_path: Path, refused: Refused, changes: dict[str, object], named: str
 ) -> None:
-    assert cli.main(["finetune", *text_flags(text_dataset, tmp_path, **changes)]) == 2
-    assert named in capsys.readouterr().err
+    assert named in refused("finetune", *text_flags(text_dataset, tmp_path, **changes))
 
 
 def write_image_groups(dataset: Path, path: Path, omitted: int = 0, number: int = 2) -> dict[str, str]:
@@ -289,12 +288,11 @@ def test_groups_of_images_are_those_of_the_predictions(image_dataset: Path, tmp_
 
 
 def test_training_rows_without_a_group_are_refused_if_groups_are_trained(
-    image_dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    image_dataset: Path, tmp_path: Path, refused: Refused
 ) -> None:
     write_image_groups(image_dataset, tmp_path / "groups.csv", omitted=5)
     changes = {"downstream__groups": tmp_path / "groups.csv", "downstream__group_sampling": "balanced"}
-    assert cli.main(["finetune", *tuning_flags(image_dataset, tmp_path / "run", "scratch", **changes)]) == 2
-    message = capsys.readouterr().err
+    message = refused("finetune", *tuning_flags(image_dataset, tmp_path / "run", "scratch", **changes))
     assert "groups.csv" in message and " of " in message
 
 
@@ -329,7 +327,7 @@ def test_losses_of_groups_are_sums_over_their_rows() -> None:
 
 
 def test_a_run_without_groups_is_measured_by_group(
-    image_dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    image_dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], refused: Refused
 ) -> None:
     """Only the measured images need a group; the table has a line for each."""
     assert cli.main(["finetune", *tuning_flags(image_dataset, tmp_path / "run", "scratch")]) == 0
@@ -345,5 +343,4 @@ def test_a_run_without_groups_is_measured_by_group(
     assert "worst group" in printed
     lines_of_file = (tmp_path / "groups.csv").read_text().splitlines()
     (tmp_path / "groups.csv").write_text("\n".join(lines_of_file[:3]) + "\n")
-    assert cli.main([*command, "--output", str(tmp_path / "missing")]) == 2
-    assert f" of {task.count} measured rows" in capsys.readouterr().err
+    assert f" of {task.count} measured rows" in refused(*command, "--output", tmp_path / "missing")

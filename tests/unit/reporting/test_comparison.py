@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from tests.runs import Refused
 from trp_scale.cli import main as cli
 from trp_scale.config import RefusedError
 from trp_scale.reporting.comparison import (
@@ -213,7 +214,7 @@ def test_markdown_and_csv_say_what_the_table_says() -> None:
     assert float(rows[1]["difference"]) == pytest.approx(0.10366666666666666)
 
 
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], refused: Refused) -> None:
     for name, values in (("a", [0.5, 0.52]), ("b", [0.6, 0.61])):
         (tmp_path / name).mkdir()
         write_results(tmp_path / name / RESULTS_FILE, run(task("cola", values)))
@@ -223,10 +224,8 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "0.5100 ± 0.0141 (2)" in printed and "b less a" in printed
     assert (tmp_path / "out" / "table.markdown").read_text().startswith("| task |")
     assert (tmp_path / "out" / "table.csv").read_text().count("\n") == 3
-    assert cli.main(["compare", str(tmp_path / "a"), str(tmp_path)]) == 2
-    assert f"{tmp_path / RESULTS_FILE}: missing" in capsys.readouterr().err
-    assert cli.main(["compare", str(tmp_path / "a"), str(tmp_path / "b" / ".." / "a")]) == 2
-    assert "is given twice" in capsys.readouterr().err
+    assert f"{tmp_path / RESULTS_FILE}: missing" in refused("compare", tmp_path / "a", tmp_path)
+    assert "is given twice" in refused("compare", tmp_path / "a", tmp_path / "b" / ".." / "a")
 
 
 def test_a_figure_that_is_not_a_number_is_refused(tmp_path: Path) -> None:
@@ -235,25 +234,22 @@ def test_a_figure_that_is_not_a_number_is_refused(tmp_path: Path) -> None:
     assert cli.main(["compare", str(tmp_path)]) == 2
 
 
-def test_results_of_something_else_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_results_of_something_else_are_refused(tmp_path: Path, refused: Refused) -> None:
     good = task("x", [0.5, 0.6])
     uneven, words = run(replace(good, seeds=[0, 0])), run(replace(good, values=["0.5", "0.6"]))  # type: ignore[list-item]
     for content in ({"tasks": [{"name": "x"}]}, {"tasks": 3}, [1], asdict(uneven), asdict(words)):
         (tmp_path / RESULTS_FILE).write_text(json.dumps(content))
-        assert cli.main(["compare", str(tmp_path)]) == 2
-        assert "is not written by trp-scale" in capsys.readouterr().err
+        assert "is not written by trp-scale" in refused("compare", tmp_path)
     (tmp_path / "result.json").write_text("{}")
     with pytest.raises(RefusedError, match="not written by this version of trp-scale finetune"):
         read_seed(tmp_path / "result.json")
 
 
-def test_files_in_place_of_directories_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_files_in_place_of_directories_are_refused(tmp_path: Path, refused: Refused) -> None:
     write_results(tmp_path / RESULTS_FILE, run(task("cola", [0.5])))
-    assert cli.main(["compare", str(tmp_path / RESULTS_FILE)]) == 2
-    assert f"{tmp_path / RESULTS_FILE} is a file" in capsys.readouterr().err
+    assert f"{tmp_path / RESULTS_FILE} is a file" in refused("compare", tmp_path / RESULTS_FILE)
     for flag, path in (("--markdown", tmp_path), ("--csv", tmp_path / RESULTS_FILE / "x.csv")):
-        assert cli.main(["compare", str(tmp_path), flag, str(path)]) == 2
-        assert f"{path} cannot be written" in capsys.readouterr().err
+        assert f"{path} cannot be written" in refused("compare", tmp_path, flag, path)
 
 
 def test_names_are_as_long_as_they_must_be(tmp_path: Path) -> None:

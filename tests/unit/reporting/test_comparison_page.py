@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.runs import Refused
 from tests.unit.reporting.small_runs import FINISHED, HOSTILE, curve_traces, image_lines, line, task, text_lines, write
 from tests.unit.reporting.test_run import Read, check_plots, figures_of, titles_of
 from trp_scale.cli import main as cli
@@ -88,19 +89,16 @@ def test_a_task_that_one_run_lacks_has_a_line_less(tmp_path: Path, capsys: pytes
     assert [len(figure["data"]) for figure in figures_of(text)] == [2, 1]
 
 
-def test_what_cannot_be_compared_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_compared_is_refused(tmp_path: Path, refused: Refused) -> None:
     run = write(tmp_path / "run", image_lines(2))
     (tmp_path / "empty").mkdir()
     for words, message in (
         ([run, tmp_path / "empty"], "empty has neither results.json nor metrics.jsonl"),
         ([run, run], "run is given twice"),
     ):
-        assert cli.main(["compare", *map(str, words), "--html", str(tmp_path / "page.html")]) == 2
-        assert message in capsys.readouterr().err
-    assert cli.main(["compare", str(run), "--html", str(run)]) == 2
-    assert f"--html {run} cannot be written" in capsys.readouterr().err
-    assert cli.main(["compare", str(run), str(tmp_path / "empty")]) == 2
-    assert "empty" in capsys.readouterr().err
+        assert message in refused("compare", *words, "--html", tmp_path / "page.html")
+    assert f"--html {run} cannot be written" in refused("compare", run, "--html", run)
+    assert "empty" in refused("compare", run, tmp_path / "empty")
 
 
 def rows_of(**runs: Path) -> dict[str, list[str]]:

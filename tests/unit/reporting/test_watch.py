@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.runs import hear_ctrl_c
+from tests.runs import Refused, hear_ctrl_c
 from tests.unit.reporting.small_runs import FINISHED, text_lines, write
 from trp_scale.cli import main as cli
 from trp_scale.errors import RefusedError
@@ -114,12 +114,10 @@ def test_a_busy_port_is_refused(run: Path, capsys: pytest.CaptureFixture[str]) -
         make_server(RunningPage(run), 70_000)
 
 
-def test_a_directory_that_is_not_there_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["watch", str(tmp_path / "no")]) == 2
-    assert "no: no such directory" in capsys.readouterr().err
+def test_a_directory_that_is_not_there_is_refused(tmp_path: Path, refused: Refused) -> None:
+    assert "no: no such directory" in refused("watch", tmp_path / "no")
     (tmp_path / "other.txt").write_text("no run")
-    assert cli.main(["watch", str(tmp_path)]) == 2
-    assert "not a run of trp-scale pretrain" in capsys.readouterr().err
+    assert "not a run of trp-scale pretrain" in refused("watch", tmp_path)
 
 
 def test_ctrl_c_ends_it_well(run: Path) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.runs import image_flags, pretrain_here
+from tests.runs import Refused, image_flags, pretrain_here
 from trp_scale.cli import main as cli
 from trp_scale.evaluation.figures.masks_on_objects import MaskOverlap
 from trp_scale.reporting.results import TaskResult, read_results
@@ -84,12 +84,10 @@ def test_refused(
     run: Path,
     image_dataset: Path,
     tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    refused: Refused,
     background: str,
     message: str,
 ) -> None:
     words = ["evaluate", "--run", str(run), "--background", background, "--output", str(tmp_path)]
-    assert cli.main([*words, "--data", str(image_dataset)]) == 2
-    assert message in capsys.readouterr().err
-    assert cli.main(words) == 2
-    assert "--data DIR" in capsys.readouterr().err
+    assert message in refused(*words, "--data", image_dataset)
+    assert "--data DIR" in refused(*words)

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from tests.grids import always
-from tests.runs import image_flags, lines, pretrain_here
+from tests.runs import image_flags, lines, pretrain_here, to_flags
 from tests.synthetic_modalities import depth_of
 from tests.unit.evaluation.figures.test_trained_images import FLAGS
 from trp_scale.checkpoint.export import find_checkpoint
@@ -128,7 +128,7 @@ SMALL = {"training.steps": 6, "checkpoint.every": 2, "checkpoint.keep": 1}
 
 
 def learn(image_dataset: Path, directory: Path, *flags: str) -> int:
-    small = [*FLAGS, *(word for name, value in SMALL.items() for word in (f"--{name}", str(value)))]
+    small = [*FLAGS, *to_flags(SMALL)]
     return pretrain_here(
         ["--recipe", "mlo_mae_tiny", "--data.path", str(image_dataset), "--run_dir", str(directory), *small, *flags]
     )

@@ -17,8 +17,8 @@ import torch
 from PIL import Image
 from timm.models import save_for_hf
 
-from tests.fixtures import small_image_dataset
-from tests.runs import image_flags, pretrain_here
+from tests.fixtures import copy_dataset
+from tests.runs import Refused, image_flags, pretrain_here, to_flags
 from trp_scale.cli import main as cli
 from trp_scale.config import RefusedError
 from trp_scale.evaluation.encoders import FrozenEncoder, encoder_config
@@ -40,7 +40,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, image_dataset: Path) -> Path:
 
 def finetuned(run: Path, data: Path, directory: Path, recipe: str, **changes: Any) -> Path:
     """One step on a task; its run directory."""
-    settings = {
+    settings: dict[str, Any] = {
         "downstream.epochs": 0,
         "training.steps": 1,
         "batch.global_size": 8,
@@ -51,10 +51,8 @@ def finetuned(run: Path, data: Path, directory: Path, recipe: str, **changes: An
         "data.validation_fraction": 0.2,
         "run_dir": directory,
         "logging.progress": "false",
-        **{name.replace("__", "."): value for name, value in changes.items()},
     }
-    flags = [part for name, value in settings.items() for part in (f"--{name}", str(value))]
-    assert cli.main(["finetune", "--recipe", recipe, "--from", str(run), *flags]) == 0
+    assert cli.main(["finetune", "--recipe", recipe, "--from", str(run), *to_flags(settings, **changes)]) == 0
     (result,) = directory.glob("*/seed_0")
     return result
 
@@ -162,7 +160,7 @@ def test_a_run_of_several_modalities_shows_them(image_dataset: Path, tmp_path: P
 
 
 def test_what_cannot_be_is_refused_before_anything_is_encoded(
-    run: Path, image_dataset: Path, text_dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run: Path, image_dataset: Path, text_dataset: Path, tmp_path: Path, refused: Refused
 ) -> None:
     output = tmp_path / "out"
     for flags, words in (
@@ -177,27 +175,21 @@ def test_what_cannot_be_is_refused_before_anything_is_encoded(
         (("--from", "scratch", "--data", image_dataset), "--recipe is missing"),
         (("--from", run, "--recipe", "adpe_tiny", "--data", image_dataset), "others have their own"),
     ):
-        assert represent(*flags, "--output", output) == 2, words
-        assert words in capsys.readouterr().err
+        assert words in refused("represent", *flags, "--output", output)
     assert not output.exists()
     output.touch()
-    assert represent("--from", run, "--data", image_dataset, "--output", output) == 2
-    assert f"--output {output} cannot be created: File exists" in capsys.readouterr().err
-    flags = ("--from", run, "--weights", "average", "--data", image_dataset, "--output", tmp_path / "average")
-    assert represent(*flags) == 2
-    assert "weight_average" in capsys.readouterr().err
+    flags = ("--from", run, "--data", image_dataset, "--output")
+    assert f"--output {output} cannot be created: File exists" in refused("represent", *flags, output)
+    assert "weight_average" in refused("represent", *flags, tmp_path / "average", "--weights", "average")
 
 
 def test_a_classifier_of_other_classes_is_refused(
-    run: Path, image_dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run: Path, image_dataset: Path, tmp_path: Path, refused: Refused
 ) -> None:
     classifier = finetuned(run, image_dataset, tmp_path / "run", "classification_tiny")
-    data = small_image_dataset(tmp_path / "data", count=8, size=32)
-    described = json.loads((data / "dataset.json").read_text(encoding="utf-8"))
-    described["classes"] = [*reversed(described["classes"] or [str(number) for number in range(8)])]
-    (data / "dataset.json").write_text(json.dumps(described), encoding="utf-8")
-    assert represent("--from", run, "--data", data, "--output", tmp_path / "out", "--run", classifier) == 2
-    assert "other names" in capsys.readouterr().err
+    data = copy_dataset(image_dataset, tmp_path / "data", classes=[f"other {number}" for number in range(8)])
+    words = ("--from", run, "--data", data, "--output", tmp_path / "out", "--run", classifier)
+    assert "other names" in refused("represent", *words)
 
 
 def test_the_same_images_are_chosen_every_time(image_dataset: Path) -> None:

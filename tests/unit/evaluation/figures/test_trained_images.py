@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from PIL import ExifTags, Image
 
 from tests.fixtures import small_image_dataset
-from tests.runs import SMALL_IMAGES, pretrain_here
+from tests.runs import SMALL_IMAGES, pretrain_here, to_flags
 from tests.unit.data.images.stored import sample, write_images
 from trp_scale.checkpoint.document import read_document
 from trp_scale.checkpoint.export import find_checkpoint
@@ -38,7 +38,7 @@ SMALL = {
     "optimizer.warmup_steps": 1,
     "data.validation_fraction": 0.3,
 }
-FLAGS = [word for name, value in SMALL.items() for word in (f"--{name}", str(value))]
+FLAGS = to_flags(SMALL)
 
 
 def train(image_dataset: Path, directory: Path, *flags: str) -> Path:
@@ -156,7 +156,7 @@ def test_visible_patches_are_the_image_and_the_losses_are_those_of_the_objective
 def test_learned_masks_are_drawn_beside_those_of_the_untrained_network(image_dataset: Path, tmp_path: Path) -> None:
     """Before the first lesson they are the same; after lessons at a high rate they are not."""
     own = {**SMALL, "masking.ratio": 0.5, "multilevel.unroll": 1, "multilevel.every": 1, "multilevel.lr": 0.05}
-    flags = [word for name, value in own.items() for word in (f"--{name}", str(value))]
+    flags = to_flags(own)
     shares = []
     for steps, every in ((1, 9), (6, 1)):
         run = tmp_path / f"run{steps}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.fixtures import copy_dataset
 from tests.unit.data.images.stored import photograph
 from trp_scale.config import RefusedError
 from trp_scale.core.batch import Batch
@@ -104,11 +104,7 @@ def test_depth_is_in_metres_and_within_the_limits(image_dataset: Path) -> None:
 
 
 def test_depth_of_each_member_is_in_its_own_units(image_dataset: Path, tmp_path: Path) -> None:
-    copy = tmp_path / "copy"
-    shutil.copytree(image_dataset, copy)
-    document = json.loads((copy / "dataset.json").read_text())
-    document["modalities"]["depth"]["scale"] = 0.002
-    (copy / "dataset.json").write_text(json.dumps(document))
+    copy = copy_dataset(image_dataset, tmp_path / "copy", modalities={"depth": {"scale": 0.002}})
     config = settings(DepthMaps)
     maps = open_dense(config, parse_paths(f"a:1={image_dataset},b:1={copy}"), DepthMaps).maps
     stored = DecodedSample(
@@ -204,15 +200,12 @@ def test_other_data_is_refused_with_the_command_that_creates_it(image_dataset: P
         open_data(image_dataset, SegmentationMaps, ignored=[10])
     with pytest.raises(RefusedError, match=r"--dense.ignored"):
         open_data(image_dataset, SegmentationMaps, ignored=list(range(1, 10)))
-    copy = tmp_path / "copy"
-    shutil.copytree(image_dataset, copy)
-    document = json.loads((copy / "dataset.json").read_text())
+    unnamed = copy_dataset(image_dataset, tmp_path / "unnamed", modalities={"semseg": {"classes": None}})
+    with pytest.raises(RefusedError, match=r"unnamed/dataset\.json .* --semseg\.classes"):
+        open_data(unnamed, SegmentationMaps)
+    document = json.loads((unnamed / "dataset.json").read_text())
     del document["modalities"]["depth"]
     document["suffixes"].remove("depth.png")
-    (copy / "dataset.json").write_text(json.dumps(document))
+    (unnamed / "dataset.json").write_text(json.dumps(document))
     with pytest.raises(RefusedError, match=r"depth=MAPS"):
-        open_data(copy, DepthMaps)
-    document["modalities"]["semseg"]["classes"] = None
-    (copy / "dataset.json").write_text(json.dumps(document))
-    with pytest.raises(RefusedError, match=r"copy/dataset\.json .* --semseg\.classes"):
-        open_data(copy, SegmentationMaps)
+        open_data(unnamed, DepthMaps)

@@ -17,7 +17,6 @@ from trp_scale.finetuning.dense.model import (
     DptHead,
     PixelModel,
     as_map,
-    finer_map,
     group_norm,
     load_multimae_head,
     quarters,
@@ -285,18 +284,6 @@ def test_upernet_reads_its_maps_from_the_finest_on_and_its_second_head_the_third
     model(images())
     assert [each.shape[-1] for each in given[0]] == [16, 8, 4, 2]
     assert torch.equal(seen[0], given[0][2])
-
-
-def test_cells_lie_within_their_patch() -> None:
-    """Cell (i, j) of patch (row, column) is at (4 row + i, 4 column + j)."""
-    grid, width = 3, 2
-    places = torch.arange(grid * grid * 16, dtype=torch.float32).view(1, grid * grid, 16, 1)
-    found = finer_map(places.expand(-1, -1, -1, width).reshape(1, grid * grid, 16 * width))
-    assert found.shape == (1, width, 12, 12)
-    for line in range(12):
-        for column in range(12):
-            patch = grid * (line // 4) + column // 4
-            assert found[0, :, line, column].tolist() == [16 * patch + 4 * (line % 4) + column % 4] * width
 
 
 def test_tokens_become_maps_row_by_row_without_the_class_token() -> None:

@@ -15,8 +15,9 @@ import pytest
 import torch
 from sklearn.metrics import confusion_matrix, jaccard_score, recall_score
 
+from tests.fixtures import copy_dataset
 from tests.grids import always
-from tests.runs import lines
+from tests.runs import Refused, lines, to_flags
 from tests.unit.finetuning.dense.test_model import convnext_state, dpt_state, published
 from trp_scale.api import shard_images
 from trp_scale.checkpoint.format import read_full_state
@@ -63,9 +64,7 @@ LEARNING: dict[str, Any] = {
 def flags(kind: str, dataset: Path, run_dir: Path, **changes: Any) -> list[str]:
     """A small run; `changes` with "__" for the dot."""
     values = {**SMALL, "data.path": dataset, "run_dir": run_dir, "from": "scratch"}
-    values |= {name.replace("__", "."): value for name, value in changes.items()}
-    words = [part for name, value in values.items() for part in (f"--{name}", str(value))]
-    return ["--recipe", f"{kind}_tiny", *words]
+    return ["--recipe", f"{kind}_tiny", *to_flags(values, **changes)]
 
 
 def metrics_of(run_dir: Path) -> dict[str, float]:
@@ -91,22 +90,25 @@ def test_depth_learns_more_than_its_mean(image_dataset: Path, tmp_path: Path) ->
     assert found["delta_1"] > found["constant_delta_1"] + 0.1
 
 
+def check_resume(kind: str, dataset: Path, directory: Path, changes: dict[str, Any]) -> None:
+    """Run four steps whole and, without the last checkpoint, again: weights and figures are equal."""
+    for name in ("whole", "stopped"):
+        assert cli.main(["finetune", *flags(kind, dataset, directory / name, **changes)]) == 0
+    whole, stopped = (directory / name / kind / "seed_0" for name in ("whole", "stopped"))
+    (stopped / "result.json").unlink()
+    shutil.rmtree(checkpoint_path(stopped, 4))
+    assert cli.main(["finetune", *flags(kind, dataset, directory / "stopped", **changes)]) == 0
+    weights, again = (read_full_state(checkpoint_path(run, 4)) for run in (whole, stopped))
+    assert weights.keys() == again.keys() and all(torch.equal(weights[name], again[name]) for name in weights)
+    assert metrics_of(directory / "whole") == metrics_of(directory / "stopped")
+
+
 @pytest.mark.parametrize("kind", always(["segmentation", "depth"], "segmentation"))
 def test_a_stopped_run_goes_on_to_the_same_weights(image_dataset: Path, tmp_path: Path, kind: str) -> None:
     changes = {"downstream__epochs": 0, "training__steps": 4, "checkpoint__every": 2, "validation__every": 4}
-    for name in ("whole", "stopped"):
-        assert cli.main(["finetune", *flags(kind, image_dataset, tmp_path / name, **changes)]) == 0
-    whole, stopped = (tmp_path / name / kind / "seed_0" for name in ("whole", "stopped"))
-    (stopped / "result.json").unlink()
-    last = checkpoint_path(stopped, 4)
-    for file in sorted(last.rglob("*"), reverse=True):
-        file.rmdir() if file.is_dir() else file.unlink()
-    last.rmdir()
-    assert cli.main(["finetune", *flags(kind, image_dataset, tmp_path / "stopped", **changes)]) == 0
-    weights, again = (read_full_state(checkpoint_path(run, 4)) for run in (whole, stopped))
-    assert weights.keys() == again.keys() and all(torch.equal(weights[name], again[name]) for name in weights)
-    assert metrics_of(tmp_path / "whole") == metrics_of(tmp_path / "stopped")
-    losses = [line["tasks"][kind]["loss"] for line in lines(whole) if "grad_norm" in line]
+    check_resume(kind, image_dataset, tmp_path, changes)
+    metrics = lines(tmp_path / "whole" / kind / "seed_0")
+    losses = [line["tasks"][kind]["loss"] for line in metrics if "grad_norm" in line]
     assert len(losses) == 4
 
 
@@ -136,20 +138,9 @@ def test_invalid_settings_are_refused_by_flag(
     assert message in str(caught.value)
 
 
-def copy_with_depth(dataset: Path, directory: Path, **depth: Any) -> Path:
-    """A copy whose dataset.json says something else of its depth maps."""
-    shutil.copytree(dataset, directory)
-    document = json.loads((directory / "dataset.json").read_text())
-    document["modalities"]["depth"].update(depth)
-    (directory / "dataset.json").write_text(json.dumps(document))
-    return directory
-
-
-def test_depth_without_metres_and_inverse_depth(
-    image_dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    relative = copy_with_depth(image_dataset, tmp_path / "relative", scale=None)
-    nearer = copy_with_depth(image_dataset, tmp_path / "nearer", scale=None, larger_is="nearer")
+def test_depth_without_metres_and_inverse_depth(image_dataset: Path, tmp_path: Path, refused: Refused) -> None:
+    relative = copy_dataset(image_dataset, tmp_path / "relative", modalities={"depth": {"scale": None}})
+    nearer = copy_dataset(relative, tmp_path / "nearer", modalities={"depth": {"larger_is": "nearer"}})
     short = {"downstream__epochs": 0, "training__steps": 1, "dense__head": "linear"}
     aligned = {**short, "dense__alignment": "scale_shift"}
     for data, changes, message in (
@@ -159,8 +150,7 @@ def test_depth_without_metres_and_inverse_depth(
         (image_dataset, {**aligned, "downstream__test_path": nearer}, "allowed: the same direction"),
         (f"a:1={image_dataset},b:1={relative}", aligned, f"{relative} has relative depth maps"),
     ):
-        assert cli.main(["finetune", *flags("depth", data, tmp_path / "refused", **changes)]) == 2
-        assert message in capsys.readouterr().err
+        assert message in refused("finetune", *flags("depth", data, tmp_path / "refused", **changes))
     means = {}
     for name, data, target in (
         ("metric", relative, "metric"),
@@ -235,15 +225,7 @@ def test_a_run_with_batch_norms_is_resumed_and_measured_again_with_their_statist
         "training__steps": 4,
         "checkpoint__every": 2,
     }
-    for name in ("whole", "stopped"):
-        assert cli.main(["finetune", *flags("segmentation", image_dataset, tmp_path / name, **changes)]) == 0
-    whole, stopped = (tmp_path / name / "segmentation" / "seed_0" for name in ("whole", "stopped"))
-    (stopped / "result.json").unlink()
-    shutil.rmtree(checkpoint_path(stopped, 4))
-    assert cli.main(["finetune", *flags("segmentation", image_dataset, tmp_path / "stopped", **changes)]) == 0
-    weights, again = (read_full_state(checkpoint_path(run, 4)) for run in (whole, stopped))
-    assert weights.keys() == again.keys() and all(torch.equal(weights[name], again[name]) for name in weights)
-    assert metrics_of(tmp_path / "whole") == metrics_of(tmp_path / "stopped")
+    check_resume("segmentation", image_dataset, tmp_path, changes)
     assert cli.main(["evaluate", "--run", str(tmp_path / "whole"), "--output", str(tmp_path / "again")]) == 0
     assert metrics_of(tmp_path / "again") == metrics_of(tmp_path / "whole")
     split = {**changes, "batch__micro_size": 4}

@@ -47,13 +47,6 @@ def class_detections(*detections: tuple[int, list[float], float]) -> ClassDetect
     )
 
 
-def test_all_found_first_is_one_and_nothing_found_is_zero() -> None:
-    truths = [truth(UNIT, AWAY), truth(UNIT)]
-    assert average_precision(truths, class_detections((0, UNIT, 0.9), (1, UNIT, 0.8), (0, AWAY, 0.7))) == 1.0
-    assert average_precision(truths, class_detections()) == 0.0
-    assert average_precision(truths, class_detections((1, AWAY, 0.9))) == 0.0
-
-
 def test_a_class_without_objects_to_find_has_no_precision() -> None:
     assert average_precision([truth(), truth(UNIT, difficult=(0,))], class_detections((0, UNIT, 0.9))) is None
 

@@ -7,6 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from tests.runs import to_flags
 from trp_scale.sharding.text.corpus import embedded_documents
 
 SMALL = {
@@ -57,9 +58,8 @@ def write_stsb(root: Path, train: int, dev: int) -> Path:
 
 def glue_flags(root: Path, run_dir: Path, tasks: str, source: str, **changes: Any) -> list[str]:
     """Command line of a small run; `changes` are flags with "__" for the dot."""
-    values: dict[str, Any] = {**SMALL, "data.path": root, "run_dir": run_dir, "task": tasks, "from": source}
-    values |= {name.replace("__", "."): value for name, value in changes.items()}
-    return ["--recipe", "glue_tiny", *(part for name, value in values.items() for part in (f"--{name}", str(value)))]
+    values = {**SMALL, "data.path": root, "run_dir": run_dir, "task": tasks, "from": source}
+    return ["--recipe", "glue_tiny", *to_flags(values, **changes)]
 
 
 def finetune_here(arguments: list[str]) -> int:

@@ -29,13 +29,12 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from tests.runs import flags, lines, pretrain_here
+from tests.runs import Refused, flags, lines, pretrain_here
 from tests.unit.finetuning.glue.small_data import FILES, finetune_here, glue_flags, write_cola, write_glue
 from tests.unit.pretraining.pos_bert.test_modern import MODERN, wide_rotation
 from tests.unit.pretraining.pos_bert.test_packed_rows import segment_by_segment
 from trp_scale.checkpoint.export import export
 from trp_scale.checkpoint.format import read_full_state
-from trp_scale.cli import main as cli
 from trp_scale.config import TextModelConfig
 from trp_scale.core.batch import Batch
 from trp_scale.data.plan import Addresses
@@ -496,12 +495,11 @@ def test_a_modernbert_of_transformers_is_fine_tuned_with_its_tokenizer(tmp_path:
     ids=["dropout", "tokenizer", "task", "twice", "folder", "length", "test", "path"],
 )
 def test_invalid_flags_are_refused_by_name(
-    text_dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, object], message: str
+    text_dataset: Path, tmp_path: Path, refused: Refused, changes: dict[str, object], message: str
 ) -> None:
     root = write_glue(tmp_path / "glue", {name: text for name, text in FILES.items() if not name.startswith("QNLI")})
     changes = {name: str(value).replace("DATASET", str(text_dataset)) for name, value in changes.items()}
-    assert cli.main(["finetune", *glue_flags(root, tmp_path / "x", "cola", "scratch", **changes)]) == 2
-    assert message in capsys.readouterr().err
+    assert message in refused("finetune", *glue_flags(root, tmp_path / "x", "cola", "scratch", **changes))
     assert not list((tmp_path / "x").rglob("metrics.jsonl"))
 
 
