@@ -157,10 +157,6 @@ class ProbeArguments(ReadsEncoder):
     local_rank: int = -1
     """Set by the deepspeed launcher; ignored, since ranks come from the environment."""
 
-    def recipe_name(self) -> str:
-        """Name for the run directory."""
-        return f"probe-{self.method}"
-
 
 def parse_probe(argv: Sequence[str]) -> ProbeArguments:
     """Read and check the command line. Raises RefusedError with all invalid flags, and SystemExit."""

@@ -10,7 +10,7 @@ import copy
 import logging
 import statistics
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -84,13 +84,6 @@ the authors' code."""
 
 SEVERITIES = (1, 2, 3, 4, 5)
 ALL_ERRORS = len(ALEXNET_ERRORS) * len(SEVERITIES)
-
-
-def corruption_errors(errors: Mapping[str, Mapping[int, float]]) -> tuple[dict[str, float], dict[str, float]]:
-    """Return the mean of the top-1 errors of the severities by corruption, and its ratio to AlexNet's mean over all
-    five. With all severities the ratio is CE_c = sum_s E_{s,c} / sum_s E^AlexNet_{s,c}."""
-    means = {name: statistics.fmean(levels.values()) for name, levels in errors.items()}
-    return means, {name: mean / ALEXNET_ERRORS[name] for name, mean in means.items()}
 
 
 IMAGENET = 1000
@@ -191,7 +184,9 @@ class RobustClassifier:
             for name, levels in present.items()
             if levels
         }
-        means, relative = corruption_errors(errors)
+        means = {name: statistics.fmean(levels.values()) for name, levels in errors.items()}
+        # With all severities CE_c = sum_s E_{s,c} / sum_s E^AlexNet_{s,c}.
+        relative = {name: mean / ALEXNET_ERRORS[name] for name, mean in means.items()}
         count = sum(map(len, errors.values()))
         label = "" if count == ALL_ERRORS else f" (partial: {count} of {ALL_ERRORS})"
         detail = {

@@ -116,7 +116,14 @@ def _patch_scores(trained: TrainedImages) -> Callable[[Batch], dict[str, Tensor]
     (without hints), or of the masking network and of its initialisation."""
     network, seed = load_masking_network(trained), trained.config.training.seed
     if trained.config.multilevel.kind == "self_guided":
-        return lambda batch: {LEARNED: cluster_scores(_encode(trained, _patches(trained, batch)))}
+
+        def score_clusters(batch: Batch) -> dict[str, Tensor]:
+            patches = _patches(trained, batch)
+            everywhere = torch.arange(patches.shape[1]).expand(len(patches), -1)
+            features: Tensor = trained.model(patches, everywhere, None, output="features")  # [R, 1 + N, D]
+            return {LEARNED: cluster_scores(features[:, 1:])}
+
+        return score_clusters
     if network is None:
         count = (trained.config.crops.size // trained.config.vision.patch_size) ** 2
         return lambda batch: {LEARNED: torch.stack([random_scores(seed, key, count) for key in batch.keys.tolist()])}
@@ -133,14 +140,6 @@ def _patches(trained: TrainedImages, batch: Batch) -> Tensor:
     """Return the patches of whole images, [R, N, P]."""
     images = Batch(fields={"images": batch["images"][:, None]}, keys=batch.keys, start=batch.start)
     return trained.objective.patches(images)
-
-
-def _encode(trained: TrainedImages, patches: Tensor) -> Tensor:
-    """Return the encoder's output of all patches, [R, N, P] -> [R, N, D]."""
-    features: Tensor = trained.model(
-        patches, torch.arange(patches.shape[1]).expand(len(patches), -1), None, output="features"
-    )
-    return features[:, 1:]
 
 
 def _seed_result(trained: TrainedImages, name: str, overlap: MaskOverlap, split: PatchSplit) -> SeedResult:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -65,6 +66,7 @@ class ImageProbe:
         from trp_scale.finetuning.classification.task import open_labelled  # with timm, which text goes without
 
         self.arguments, self.environment, self.world = arguments, environment, environment.world
+        self.encoder = partial(FrozenEncoder, device=environment.device, precision=arguments.precision)
         self.config = self.settings(arguments.image_size)
         self.train = open_labelled(self.config, arguments.data)
         self.test: LabelledImages | None = None
@@ -102,7 +104,7 @@ class ImageProbe:
     def measure(self, seed: int) -> SeedResult:
         """Return the result of one seed, on every rank. Collective."""
         arguments = self.arguments
-        encoder = self.encoder(self.config, arguments.pooling, seed=seed)
+        encoder = self.encoder(self.config, pooling=arguments.pooling, seed=seed)
         train, test, cached = self.features(encoder)
         predicted = None
         if self.fresh:
@@ -166,16 +168,6 @@ class ImageProbe:
             **fields,
         )
 
-    def encoder(self, config: ClassificationTaskConfig, pooling: str, **weights: object) -> FrozenEncoder:
-        """Create a frozen encoder on this rank's device; `weights` as for FrozenEncoder."""
-        return FrozenEncoder(
-            config,
-            pooling=pooling,
-            device=self.environment.device,
-            precision=self.arguments.precision,
-            **weights,  # type: ignore[arg-type]
-        )
-
     def features(self, encoder: FrozenEncoder) -> tuple[LabelledFeatures | None, LabelledFeatures | None, bool]:
         """Return features of training images (`None` if unused) and of measured images, on rank 0 only, and whether
         all were cached. Collective."""
@@ -212,7 +204,7 @@ class ImageProbe:
         # All test images, at the size that the head was trained with.
         settings = second_stage.config
         config = self.settings(settings.crops.size)
-        encoder = self.encoder(config, str(settings.multilevel.pooling), weights=second_stage.encoder_weights())
+        encoder = self.encoder(config, pooling=str(settings.multilevel.pooling), weights=second_stage.encoder_weights())
         features, _ = all_features(encoder, open_labelled(config, str(test)), self.world, self.arguments.cache)
 
         def judge() -> SeedResult:
@@ -300,7 +292,7 @@ def probe(arguments: ProbeArguments) -> Measurement:
     baseline = None if arguments.baseline is None else read_results(arguments.baseline)
     with Environment(timeout_minutes=60.0 * 24) as environment:  # ranks wait while rank 0 fits the classifiers
         world = environment.world
-        run_dir = create_run_directory(arguments.run_dir, arguments.recipe_name(), world)
+        run_dir = create_run_directory(arguments.run_dir, f"probe-{arguments.method}", world)
         check_shared_directory(run_dir, world)
         if arguments.task:
             from trp_scale.evaluation.probe.sentences import probe_sentences

@@ -161,12 +161,6 @@ def pack_rows(lengths: Integers, width: int) -> PackedRows:
     return PackedRows(*positions)
 
 
-def unpacked_rows(count: int) -> PackedRows:
-    """Return the placement of `count` rows in a sequence each."""
-    zeros = np.zeros(count, dtype=np.int64)
-    return PackedRows(np.arange(count), zeros, zeros)
-
-
 WIDTH_MULTIPLE = 64
 """Packed sequences have a width that is a multiple of this: few shapes, which fit the GPU's tiles."""
 
@@ -239,7 +233,8 @@ class GlueBatchBuilder(BatchBuilder):
 
     def _pack(self, stored: Integers, lengths: Integers) -> dict[str, Tensor]:
         """Pack `lengths` tokens of each stored row into sequences; returns the sequences' fields."""
-        width, packed = self._length, unpacked_rows(len(lengths))
+        width, zeros = self._length, np.zeros_like(lengths)
+        packed = PackedRows(np.arange(len(lengths)), zeros, zeros)  # each in a sequence of its own
         if self._padding == "none":
             width = min(width, -(-int(lengths.max()) // WIDTH_MULTIPLE) * WIDTH_MULTIPLE)
             packed = pack_rows(lengths, width)

@@ -23,7 +23,6 @@ from trp_scale.finetuning.glue.batch import (
     load_tokenizer,
     pack_rows,
     tokenize,
-    unpacked_rows,
 )
 from trp_scale.finetuning.glue.folders import read_glue
 from trp_scale.finetuning.glue.model import INPUTS, BertClassifier
@@ -184,4 +183,3 @@ def test_short_rows_fill_their_sequences() -> None:
     lengths = np.random.default_rng(0).integers(4, 40, size=64)
     assert int(pack_rows(lengths, 64).sequence.max()) + 1 <= np.ceil(lengths.sum() / 64 / 0.9)
     assert pack_rows(np.full(6, 32), 64).sequence.tolist() == [0, 0, 1, 1, 2, 2]
-    assert unpacked_rows(3).sequence.tolist() == [0, 1, 2] and not unpacked_rows(3).first.any()
