@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import shutil
 from pathlib import Path
@@ -66,6 +67,19 @@ def test_a_run_and_one_of_its_seeds_measured_again_give_what_they_gave(tuned: Pa
     assert cli.main(["evaluate", "--run", str(seed), "--output", str(tmp_path)]) == 0
     (task,) = read_results(tmp_path).tasks
     assert task.seeds == [1] and task.values == first.tasks[0].values[1:]
+
+
+def test_predictions_have_a_line_for_the_class_of_each_image(tuned: Path, tmp_path: Path) -> None:
+    words = ["--predictions", str(tmp_path / "out"), "--output", str(tmp_path / "again")]
+    assert cli.main(["evaluate", "--run", str(tuned), *words]) == 0
+    (task,) = read_results(tuned).tasks
+    for seed, accuracy in zip(task.seeds, task.values, strict=True):
+        with (tmp_path / "out" / f"seed_{seed}" / "classification.csv").open(encoding="utf-8") as file:
+            rows = list(csv.DictReader(file))
+        assert accuracy == pytest.approx(np.mean([row["predicted"] == row["label"] for row in rows]))
+        assert all(row["class"] == ("ant", "bee", "cat")[int(row["predicted"])] for row in rows)
+        assert all(int(row["key"].removeprefix("n")) % 3 == int(row["label"]) for row in rows)
+        assert all(1 / 3 <= float(row["probability"]) <= 1 for row in rows)
 
 
 def test_the_most_frequent_class_of_the_training_images_is_measured_beside_it(

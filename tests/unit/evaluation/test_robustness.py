@@ -21,7 +21,6 @@ from trp_scale.evaluation.robustness import (
     ALEXNET_ERRORS,
     RobustClassifier,
     class_columns,
-    corruption_errors,
 )
 from trp_scale.finetuning.classification.task import ImageClassifier, open_labelled
 from trp_scale.finetuning.measurement import read_run
@@ -142,11 +141,3 @@ def test_alexnet_errors_are_the_published_ones() -> None:
     """AlexNet's row of Table 1 (Hendrycks and Dietterich 2019), in percent, in the order of its columns."""
     published = [88.6, 89.4, 92.3, 82.0, 82.6, 78.6, 79.8, 86.7, 82.7, 81.9, 56.5, 85.3, 64.6, 71.8, 60.7]
     assert [100 * value for value in ALEXNET_ERRORS.values()] == pytest.approx(published, abs=0.051)
-
-
-def test_by_hand() -> None:
-    """Two corruptions: the sums over severities stand against AlexNet's, and the ratios are averaged."""
-    fog, snow = {1: 0.1, 2: 0.2, 3: 0.3, 4: 0.4, 5: 0.5}, {1: 0.5, 2: 0.6, 3: 0.7, 4: 0.8, 5: 0.9}
-    means, relative = corruption_errors({"fog": fog, "snow": snow})
-    assert means == pytest.approx({"fog": 0.3, "snow": 0.7})
-    assert relative == pytest.approx({"fog": 1.5 / (5 * 0.819324), "snow": 3.5 / (5 * 0.866816)})

@@ -14,7 +14,7 @@ from PIL import Image
 from tests.fixtures import copy_dataset
 from tests.runs import Refused
 from tests.unit.data.images.stored import write_images
-from tests.unit.evaluation.test_evaluate import reddish, tuned_run
+from tests.unit.evaluation.test_evaluate import reddish
 from tests.unit.finetuning.dense.test_task import flags as dense_flags
 from tests.unit.finetuning.detection.small_sets import small_scenes
 from tests.unit.finetuning.glue.small_data import FILES, MNLI_COLUMNS, finetune_here, glue_flags, write_glue
@@ -96,18 +96,6 @@ def test_predictions_of_labelled_rows_are_those_of_the_figures(glue: Path, tmp_p
 def test_scores_are_clipped_to_their_range(tmp_path: Path) -> None:
     submission = GlueSubmission("stsb", {}, tmp_path, ALONE)
     assert [submission.format_prediction(score) for score in (-0.2, 1.23456, 7.0)] == ["0.000", "1.235", "5.000"]
-
-
-def test_a_line_for_each_image_s_class(tmp_path: Path) -> None:
-    run, out = tuned_run(tmp_path, seeds=2), tmp_path / "out"
-    assert cli.main(["evaluate", "--run", str(run), "--predictions", str(out)]) == 0
-    (task,) = read_results(run).tasks
-    for seed, accuracy in zip(task.seeds, task.values, strict=True):
-        lines = table(out / f"seed_{seed}" / "classification.csv", ",")
-        assert accuracy == pytest.approx(np.mean([line["predicted"] == line["label"] for line in lines]))
-        assert all(line["class"] == ("ant", "bee", "cat")[int(line["predicted"])] for line in lines)
-        assert all(int(line["key"].removeprefix("n")) % 3 == int(line["label"]) for line in lines)
-        assert all(1 / 3 <= float(line["probability"]) <= 1 for line in lines)
 
 
 def test_maps_lie_at_the_images_keys_in_the_data_s_own_numbers(image_dataset: Path, tmp_path: Path) -> None:

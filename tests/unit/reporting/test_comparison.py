@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -41,15 +42,22 @@ def count_p_values(comparison: Comparison) -> int:
     return sum(difference.test is not None for difference in comparison.all_differences)
 
 
-def task(name: str, values: list[float], *, metric: str = "accuracy", split: str = "dev", **more: Any) -> TaskResult:
-    seeds = more.pop("seeds", range(len(values)))
-    lower = more.pop("lower_is_better", False)
-    return join(
-        [
-            SeedResult(task=name, metric=metric, split=split, lower_is_better=lower, seed=seed, metrics={metric: value})
-            for seed, value in zip(seeds, values, strict=True)
-        ]
-    )
+def task(
+    name: str,
+    values: list[float],
+    *,
+    metric: str = "accuracy",
+    split: str = "dev",
+    lower_is_better: bool = False,
+    seeds: Sequence[int] = range(9),
+    details: Sequence[dict[str, Any]] = ({},) * 9,
+    **more: Sequence[float],
+) -> TaskResult:
+    """Results of one task, by seed; `more` are further metrics."""
+    kind: dict[str, Any] = {"metric": metric, "split": split, "lower_is_better": lower_is_better}
+    figures = [dict(zip((metric, *more), row, strict=True)) for row in zip(values, *more.values(), strict=True)]
+    rows = zip(seeds, figures, details, strict=False)
+    return join([SeedResult(task=name, seed=seed, metrics=row, detail=detail, **kind) for seed, row, detail in rows])
 
 
 def run(*tasks: TaskResult, encoder: str = "encoder") -> Results:
@@ -146,23 +154,14 @@ def test_the_worst_is_named_among_figures_of_one_kind() -> None:
 
 
 def test_what_a_constant_prediction_reaches_stands_before_the_runs() -> None:
-    def with_constant(name: str, value: float, constant: float) -> TaskResult:
-        metrics = {"accuracy": value, "constant_accuracy": constant}
-        difference = SeedResult(
-            task=name, metric="accuracy", split="dev", lower_is_better=False, seed=0, metrics=metrics
-        )
-        return join([difference])
-
-    both = run(with_constant("x", 0.9, 0.625), task("y", [0.5]))
+    both = run(task("x", [0.9], constant_accuracy=[0.625]), task("y", [0.5]))
     lines = to_markdown(compare_results({"old": run(task("x", [0.7])), "new": both})).splitlines()
     assert lines[0] == "| task | metric | on | constant | old | new |"
     assert lines[2].startswith("| x | accuracy | dev | 0.6250 | 0.7000 (1) |")
     assert lines[3].startswith("| y | accuracy | dev | - | - |") and lines[4].startswith("| average |  | dev |  | - |")
     assert "constant" not in to_markdown(compare_results({"old": run(task("x", [0.7]))}))
     older = SeedResult(task="x", metric="a", split="dev", lower_is_better=False, seed=1, metrics={"a": 0.5})
-    newer = SeedResult(
-        task="x", metric="a", split="dev", lower_is_better=False, seed=0, metrics={"a": 0.5, "constant_a": 0.1}
-    )
+    newer = replace(older, seed=0, metrics={"a": 0.5, "constant_a": 0.1})
     assert join([newer, older]).metrics == {"a": [0.5, 0.5]}
 
 
@@ -259,12 +258,9 @@ def test_names_are_as_long_as_they_must_be(tmp_path: Path) -> None:
 
 
 def test_a_task_of_few_elements_is_not_the_worst() -> None:
-    def counted(name: str, value: float, detail: dict[str, Any]) -> TaskResult:
-        difference = SeedResult(task=name, metric="accuracy", split="dev", lower_is_better=False, seed=0, metrics={})
-        return join([replace(difference, metrics={"accuracy": value}, detail=detail)])
-
     parts = {"matched": {"rows": 30}, "mismatched": {"rows": 40}}
-    both = run(counted("few", 0.1, {"images": 12}), counted("many", 0.5, parts), counted("more", 0.9, {"elements": 99}))
+    few = task("few", [0.1], details=[{"images": 12}])
+    both = run(few, task("many", [0.5], details=[parts]), task("more", [0.9], details=[{"elements": 99}]))
     comparison = compare_results({"a": both})
     assert comparison.worst == {(key("many"), 0)} and comparison.summaries[1].values == [0.5]
     assert to_markdown(comparison).splitlines()[2:4] == [
@@ -272,30 +268,17 @@ def test_a_task_of_few_elements_is_not_the_worst() -> None:
         "| many | accuracy | dev | 70 | **0.5000 (1) worst** |",
     ]
     assert [row["count"] for row in csv.DictReader(io.StringIO(to_csv(comparison)))] == ["12", "70", "99"]
-    rare = compare_results({"a": run(counted("few", 0.1, {"images": 12}), counted("fewer", 0.2, {"images": 2}))})
+    rare = compare_results({"a": run(few, task("fewer", [0.2], details=[{"images": 2}]))})
     assert rare.worst == {(key("few"), 0)}, "where none has as many, all count"
 
 
 def test_precision_recall_and_speed_of_detection_have_a_table_and_no_test() -> None:
     """Means over seeds; a run without them has gaps. Damaged speeds are not shown."""
 
-    def detected(values: list[float], speeds: list[Any]) -> TaskResult:
-        seeds = [
-            SeedResult(
-                task="voc",
-                metric="AP",
-                split="test",
-                lower_is_better=False,
-                seed=seed,
-                metrics={"AP": value, "precision50": value / 2, "recall50": 0.25, "other50": 1.0},
-                detail={} if speed is None else {SPEED: speed},
-            )
-            for seed, (value, speed) in enumerate(zip(values, speeds, strict=True))
-        ]
-        return join(seeds)
-
-    two = {"a": run(detected([0.4, 0.6], [10.0, 20.0])), "b": run(task("voc", [0.1, 0.2], metric="AP", split="test"))}
-    comparison = compare_results(two)
+    ap: dict[str, Any] = {"metric": "AP", "split": "test"}
+    further = {"precision50": [0.2, 0.3], "recall50": [0.25] * 2, "other50": [1.0] * 2}
+    measured = task("voc", [0.4, 0.6], details=[{SPEED: 10.0}, {SPEED: 20.0}], **ap, **further)
+    comparison = compare_results({"a": run(measured), "b": run(task("voc", [0.1, 0.2], **ap))})
     _, table, _ = result_tables(comparison)
     assert [[cell.text for cell in cells] for cells in table.cells()] == [
         ["detection of voc", "a", "b"],
@@ -305,5 +288,6 @@ def test_precision_recall_and_speed_of_detection_have_a_table_and_no_test() -> N
     ]
     assert list(comparison.rows) == [key("voc", "AP", "test")] and count_p_values(comparison) == 1
     (_,) = result_tables(compare_results({"a": run(task("voc", [0.4]))}))
-    _, damaged = result_tables(compare_results({"a": run(detected([0.4], ["fast"]))}))
+    fast = task("voc", [0.4], details=[{SPEED: "fast"}], precision50=[0.2], **ap)
+    _, damaged = result_tables(compare_results({"a": run(fast)}))
     assert "images/s" not in damaged.to_markdown().splitlines()[-3]

@@ -193,11 +193,16 @@ def test_as_many_lines_as_can_be_told_apart() -> None:
     assert len({(one.light, one.dash) for one in found}) == MOST_LINES
 
 
+def linear(colour: str) -> list[float]:
+    """Red, green and blue of sRGB as linear shares."""
+    parts = [int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5)]
+    return [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+
+
 def luminance(colour: str) -> float:
     """WCAG's relative luminance."""
-    parts = [int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5)]
-    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
-    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+    red, green, blue = linear(colour)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
 
 @pytest.mark.parametrize(("palette", "ground"), [(LIGHT, "#ffffff"), (DARK, "#1b1f26")])
@@ -226,9 +231,7 @@ def test_colour_blind_readers_tell_the_colours_apart(
 
 
 def lab(colour: str, seen: tuple[tuple[float, ...], ...]) -> tuple[float, float, float]:
-    parts = [int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5)]
-    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
-    red, green, blue = (max(0.0, sum(a * b for a, b in zip(row, linear, strict=True))) for row in seen)
+    red, green, blue = (max(0.0, sum(a * b for a, b in zip(row, linear(colour), strict=True))) for row in seen)
     xyz = (
         (0.4124 * red + 0.3576 * green + 0.1805 * blue) / 0.9505,
         0.2126 * red + 0.7152 * green + 0.0722 * blue,

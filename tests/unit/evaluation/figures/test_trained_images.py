@@ -53,6 +53,15 @@ def run(image_dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train(image_dataset, tmp_path_factory.mktemp("trained") / "run")
 
 
+@pytest.fixture(scope="module")
+def moved(image_dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A run of AdPE, and the present directory of its data, which was moved."""
+    directory = tmp_path_factory.mktemp("moved")
+    data = shutil.copytree(image_dataset, directory / "data")
+    run = train(data, directory / "run")
+    return run, data.rename(directory / "elsewhere")
+
+
 ABSOLUTE = ("--vision.positions", "absolute")
 
 
@@ -88,10 +97,8 @@ def photograph(path: Path, *, orientation: int = 1) -> Path:
     return path
 
 
-def test_images_of_one_s_own_are_drawn_without_the_run_s_data(image_dataset: Path, tmp_path: Path) -> None:
-    moved = shutil.copytree(image_dataset, tmp_path / "data")
-    run = train(moved, tmp_path / "run")
-    shutil.rmtree(moved)
+def test_images_of_one_s_own_are_drawn_without_the_run_s_data(moved: tuple[Path, Path], tmp_path: Path) -> None:
+    run, _ = moved
     for files in ([photograph(tmp_path / "one.png")], [tmp_path / "one.png", photograph(tmp_path / "two.jpg")]):
         images = ["--images", *map(str, files)]
         pictures = ["--pictures", str(tmp_path / f"pictures{len(files)}")]
@@ -196,11 +203,9 @@ def test_rows_that_are_not_there_are_left_out(run: Path, tmp_path: Path) -> None
 
 
 def test_data_that_was_moved_is_asked_for_and_other_data_refused(
-    image_dataset: Path, text_dataset: Path, tmp_path: Path
+    moved: tuple[Path, Path], text_dataset: Path, tmp_path: Path
 ) -> None:
-    moved = shutil.copytree(image_dataset, tmp_path / "data")
-    run = train(moved, tmp_path / "run")
-    moved.rename(tmp_path / "elsewhere")
+    run, elsewhere = moved
     few = write_images(tmp_path / "few", [[sample(1, 40, 40)]])
     for other, found in ((text_dataset, "kind 'text' found"), (few, "none remains for")):
         with pytest.raises(RefusedError, match=found) as caught:
@@ -209,7 +214,7 @@ def test_data_that_was_moved_is_asked_for_and_other_data_refused(
     with pytest.raises(RefusedError, match=r"data\.path.*--data"):
         draw_pictures(run, tmp_path / "pictures")
     words = ["report", "--run", str(run), "--pictures", str(tmp_path / "pictures")]
-    assert cli.main([*words, "--data", str(tmp_path / "elsewhere")]) == 0
+    assert cli.main([*words, "--data", str(elsewhere)]) == 0
     assert (tmp_path / "pictures" / "reconstructions.png").exists()
     other = small_image_dataset(tmp_path / "other", count=64, size=32, seed=1)
     with pytest.raises(RefusedError, match="is not the training data"):
