@@ -129,12 +129,15 @@ def test_a_rate_that_is_chosen_is_shown(capsys: pytest.CaptureFixture[str]) -> N
     assert "optimizer.lr of 0.0005, 0.001, 0.002, by fine_tuning" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", always(NAMES, "mlo_mae_table_6"))
-def test_hours_are_planned(name: str) -> None:
+SCALES = [(name, scale) for name in NAMES for scale in load_study(name).scales]
+
+
+@pytest.mark.parametrize(("name", "scale"), always(SCALES, ("mlo_mae_table_6", "cpu"), ("trp_table_1", "gpu")))
+def test_hours_are_planned(name: str, scale: str) -> None:
+    """Those that are always planned: from weights, and on a GPU."""
     study = load_study(name)
-    for scale in study.scales.values():
-        lines = list(planned_hours(study, scale, price=1.0))
-        assert any(line.startswith("pre-training: ") for line in lines)
+    lines = list(planned_hours(study, study.scale(scale), price=1.0))
+    assert any(line.startswith("pre-training: ") for line in lines)
 
 
 def test_hours_are_planned_whatever_lies_at_the_recipe_s_own_data(
@@ -149,7 +152,7 @@ def test_hours_are_planned_whatever_lies_at_the_recipe_s_own_data(
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("name", [name for name in NAMES if "gpu" in load_study(name).scales])
+@pytest.mark.parametrize("name", [name for name, scale in SCALES if scale == "gpu"])
 def test_a_study_on_one_gpu_pre_trains_in_half_an_hour(name: str) -> None:
     study = load_study(name)
     scale = study.scale("gpu")

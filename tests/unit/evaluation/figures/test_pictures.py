@@ -124,7 +124,7 @@ def test_another_kind_of_run_is_refused(run: Path) -> None:
         TrainedImages(run)
 
 
-SMALL = {"training.steps": 6, "checkpoint.every": 2, "checkpoint.keep": 1}
+SMALL = {"training.steps": 3, "checkpoint.every": 1, "checkpoint.keep": 1}
 
 
 def learn(image_dataset: Path, directory: Path, *flags: str) -> int:
@@ -141,12 +141,12 @@ def test_each_checkpoint_is_drawn_and_the_run_stays_the_same(image_dataset: Path
     assert learn(image_dataset, tmp_path / "with", *more, "--hooks", "pictures", "--pictures.rows", "2") == 0
     folder = tmp_path / "with" / "pictures"
     drawn = sorted(str(path.relative_to(folder)) for path in folder.rglob("*.png"))
-    assert drawn == [f"step_0000000{step}/{what}.png" for step in (2, 4, 6) for what in ("masks", "reconstructions")]
+    assert drawn == [f"step_0000000{step}/{what}.png" for step in (1, 2, 3) for what in ("masks", "reconstructions")]
     for path in folder.rglob("*.png"):
         with Image.open(path) as picture:
             assert min(picture.size) > 100
     drawings = [line["pictures"] for line in lines(tmp_path / "with") if "pictures" in line]
-    assert [one["step"] for one in drawings][:1] == [2] and all(
+    assert [one["step"] for one in drawings][:1] == [1] and all(
         one["files"] == 2 and one["seconds"] > 0 for one in drawings
     )
     ours, theirs = (read_full_state(find_checkpoint(tmp_path / name)) for name in ("with", "without"))
@@ -156,7 +156,7 @@ def test_each_checkpoint_is_drawn_and_the_run_stays_the_same(image_dataset: Path
 @pytest.mark.exhaustive
 def test_some_checkpoints_are_left_out(image_dataset: Path, tmp_path: Path) -> None:
     assert learn(image_dataset, tmp_path / "run", "--hooks", "pictures", "--pictures.every", "2") == 0
-    assert sorted(path.name for path in (tmp_path / "run" / "pictures").iterdir()) == ["step_00000002", "step_00000006"]
+    assert sorted(path.name for path in (tmp_path / "run" / "pictures").iterdir()) == ["step_00000001", "step_00000003"]
 
 
 @pytest.mark.parametrize("error", [RefusedError("the data is gone"), RuntimeError("the data is gone")], ids=repr)
@@ -173,8 +173,8 @@ def test_what_cannot_be_drawn_ends_nothing(
     monkeypatch.setattr(pictures, "draw_pictures", refuse)
     assert learn(image_dataset, tmp_path / "run", "--hooks", "pictures") == 0
     (first, *_) = [line["pictures"] for line in lines(tmp_path / "run") if "pictures" in line]
-    assert first["notice"] == "no pictures of step_00000002: the data is gone"
-    assert [f"no pictures of step_0000000{step}: the data is gone" in caplog.text for step in (2, 4, 6)] == [True] * 3
+    assert first["notice"] == "no pictures of step_00000001: the data is gone"
+    assert [f"no pictures of step_0000000{step}: the data is gone" in caplog.text for step in (1, 2, 3)] == [True] * 3
 
 
 def test_text_has_none(text_dataset: Path, tmp_path: Path) -> None:

@@ -221,14 +221,6 @@ def test_anchors_and_levels_keep_their_proportion_to_the_patches() -> None:
     assert pool(maps, [boxes], [(256, 256)])[:, 0, 3, 3].tolist() == [0.0, 1.0, 2.0, 3.0]
 
 
-def test_depths_are_the_encoders_and_the_heads_the_deepest() -> None:
-    detector = Detector(detection_config())
-    depths = {name: detector.parameter_depth(name) for name, _ in detector.named_parameters()}
-    assert depths["encoder.cls_token"] == 0 and depths["encoder.blocks.2.norm1.weight"] == 3
-    assert {depths[name] for name in depths if not name.startswith("encoder.")} == {detector.depth} == {5}
-    assert detector.layers == list(detector.encoder.blocks)
-
-
 def test_pasted_masks_are_zero_outside_their_boxes_and_align_with_roi_align() -> None:
     masks = torch.rand(3, 28, 28, generator=torch.Generator().manual_seed(0))
     masks = torch.nn.functional.avg_pool2d(masks[:, None], 9, 1, 4)[:, 0]
@@ -431,7 +423,7 @@ def test_layer_decay_is_vitdets() -> None:
     optimizer = build_optimizer(model, OptimizerConfig(lr=5e-5, layer_decay=0.7))
     scales = {id(member): group["lr_scale"] for group in optimizer.param_groups for member in group["params"]}
     rates = {name: scales[id(parameter)] for name, parameter in model.named_parameters()}
-    assert rates["encoder.patch_embed.weight"] == pytest.approx(0.7**5)
+    assert rates["encoder.patch_embed.weight"] == rates["encoder.cls_token"] == pytest.approx(0.7**5)
     for number in range(4):
         assert rates[f"encoder.blocks.{number}.attn.qkv.weight"] == pytest.approx(0.7 ** (4 - number))
     assert {rate for name, rate in rates.items() if not name.startswith("encoder.")} == {1.0}
