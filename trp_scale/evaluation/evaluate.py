@@ -8,6 +8,7 @@ import copy
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,6 @@ from trp_scale.finetuning.measurement import (
     predict,
     predicting_engine,
     read_once,
-    read_origin,
     refuse_unreadable_rows,
 )
 from trp_scale.finetuning.task import (
@@ -265,8 +265,10 @@ def _evaluate_finetuned(
     tasks: list[TaskResult] = []
     for seeds in runs.values():
         tasks += [join(list(results)) for results in zip(*map(measure, seeds), strict=True)]
-    recipe, encoder = read_origin(arguments.run, runs)
-    return Results(recipe=recipe, encoder=encoder, tasks=tasks)
+    if (arguments.run / RESULTS_FILE).is_file():
+        return replace(read_results(arguments.run), tasks=tasks)
+    encoder = next(iter(runs.values()))[0].config.model.weights or "scratch"
+    return Results(recipe=str(arguments.run), encoder=encoder, tasks=tasks)
 
 
 def _name(arguments: EvaluateArguments, sets: dict[str, Path]) -> str:

@@ -183,11 +183,7 @@ def encoder_from_run(
 
     def read() -> dict[str, Tensor]:
         whole = {name.removeprefix("encoder."): tensor for name, tensor in stored().items()}
-        named = image_encoder_weights(whole) if isinstance(config, MmMaeConfig) else whole
-        weights = {name: tensor for name, tensor in named.items() if is_encoder(name) or name == "pos_embed"}
-        # With mean pooling a classifier's last norm is fc_norm.
-        of_mean = {f"norm.{kind}": f"fc_norm.{kind}" for kind in ("weight", "bias")}
-        return weights | {name: named[stored_as] for name, stored_as in of_mean.items() if stored_as in named}
+        return select_image_encoder(image_encoder_weights(whole) if isinstance(config, MmMaeConfig) else whole)
 
     grid, learned, index = config.crops.size // config.vision.patch_size, False, ""
     if isinstance(config, ImageTaskConfig):
@@ -233,6 +229,13 @@ def select_encoder(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     parts = ("embeddings.", "encoder.", "pooler.", "layers.", "final_norm.", "head.")
     named.pop("embeddings.position_ids", None)  # buffer that earlier versions of transformers stored
     return {name: tensor for name, tensor in named.items() if name.startswith(parts)}
+
+
+def select_image_encoder(named: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors of an image encoder; with mean pooling a classifier's last norm is fc_norm."""
+    weights = {name: tensor for name, tensor in named.items() if is_encoder(name) or name == "pos_embed"}
+    of_mean = {f"norm.{kind}": f"fc_norm.{kind}" for kind in ("weight", "bias")}
+    return weights | {name: named[stored_as] for name, stored_as in of_mean.items() if stored_as in named}
 
 
 def image_encoder_from_files(path: str, source: GivenWeights) -> EncoderSource:

@@ -33,7 +33,6 @@ from trp_scale.engines.plain import PlainEngine
 from trp_scale.errors import DataError, UnreadableError, quote
 from trp_scale.finetuning.encoders import load_weights
 from trp_scale.models.batch_norm import RunningStatistics, batch_norms, load_statistics
-from trp_scale.reporting.results import RESULTS_FILE, read_results
 from trp_scale.storage.files import atomic_write
 
 
@@ -280,15 +279,6 @@ def find_runs(run: Path, weights: Weights = "last") -> dict[str, list[ReadRun]]:
         finetuned = read_run(directory, weights)
         by_task.setdefault(finetuned.config.downstream.task or finetuned.config.downstream.kind, []).append(finetuned)
     return by_task
-
-
-def read_origin(run: Path, runs: dict[str, list[ReadRun]]) -> tuple[str, str]:
-    """Return the recipe and the pre-trained encoder of the runs."""
-    if (run / RESULTS_FILE).is_file():
-        results = read_results(run)
-        return results.recipe, results.encoder
-    first = next(iter(runs.values()))[0]
-    return str(run), first.config.model.weights or "scratch"
 
 
 class PredictingEngine(PlainEngine):

@@ -236,7 +236,7 @@ class ImageRows:
     def _extract(
         self, encoder: FrozenEncoder, images: LabelledImages, blocks: Sequence[Chosen], rows: int
     ) -> LabelledFeatures:
-        read = extract(encoder, images.once(blocks, self.run.world), self.run.world)
+        read = extract(encoder, images.batches(self.run.world, blocks), self.run.world)
         return LabelledFeatures(features=read.features[:rows], labels=read.labels[:rows])
 
 

@@ -193,7 +193,7 @@ class LabelledImages:
     """Opened data sets of images with classes.
 
     Attributes:
-        config: image transform (crops, augmentation) and batches of `once` and `random_crops`.
+        config: image transform (crops, augmentation) and batches of `batches` and `random_crops`.
         paths, datasets: of the mixture's members.
         meta: shared by the members.
         classes: names, or numbers if the data sets have no names.
@@ -248,15 +248,12 @@ class LabelledImages:
         config.downstream.classes = len(self.classes)
         return config
 
-    def batches(self, group: Group) -> Iterator[Batch]:
-        """Return this rank's micro-batches of all images, each once and in stored order; padding rows have
-        row_weights 0."""
-        return self.once(all_blocks([dataset.blocks for dataset in self.datasets]), group)
-
-    def once(self, chosen: Sequence[Chosen], group: Group) -> Iterator[Batch]:
-        """Return the batches of the chosen blocks, like `batches`."""
+    def batches(self, group: Group, chosen: Sequence[Chosen] | None = None) -> Iterator[Batch]:
+        """Return this rank's micro-batches of the images in the chosen blocks, by default all: each once and in stored
+        order; padding rows have row_weights 0."""
         rows = self.rows(self._copy_config(), MeasuredImages)
-        return read_once(rows, HeldOutPlan(members=rows.members(self.paths, chosen)), self.config, group)
+        plan = HeldOutPlan(members=rows.members(self.paths, chosen or all_blocks(rows.blocks)))
+        return read_once(rows, plan, self.config, group)
 
     def random_crops(self, group: Group, fraction: float, *, smallest: float, batch: int, seed: int) -> TrainSource:
         """Return an endless source of random crops, flipped half of the time, of the images that are not held out, in

@@ -349,14 +349,14 @@ def test_what_is_held_out_is_what_a_run_holds_out(images: LabelledImages) -> Non
     }
     features = extract(FrozenEncoder(small_config(), pooling="mean"), images.batches(ALONE)).features
     unseen = extract(
-        FrozenEncoder(small_config(), pooling="mean"), images.once(images.held_blocks(0.3), ALONE)
+        FrozenEncoder(small_config(), pooling="mean"), images.batches(ALONE, images.held_blocks(0.3))
     ).features
     assert np.allclose(features[held], unseen, atol=1e-6)
 
 
 def test_training_crops_leave_out_what_is_held_out(images: LabelledImages) -> None:
     """One epoch has all other images once, as crops that differ between epochs."""
-    measured = {int(key) for batch in images.once(images.held_blocks(0.3), ALONE) for key in batch.keys if key >= 0}
+    measured = {int(key) for batch in images.batches(ALONE, images.held_blocks(0.3)) for key in batch.keys if key >= 0}
     every = {int(key) for batch in images.batches(ALONE) for key in batch.keys if key >= 0}
     source = images.random_crops(ALONE, 0.3, smallest=0.08, batch=8, seed=3)
     assert source.rows == len(every) - len(measured)
