@@ -70,15 +70,6 @@ class RowKey(NamedTuple):
         return f"{self.metric} on {self.split}{f': {self.rows}' if self.rows else ''}"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Summary:
-    """Average or worst over comparable tasks. `values` are by run; `None` if a run lacks a task."""
-
-    name: str
-    split: str
-    values: list[float | None]
-
-
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Comparison(Shown):
     """Tasks x runs; the first run is the baseline.
@@ -88,6 +79,8 @@ class Comparison(Shown):
         sources: encoder and recipe of each run.
         rows: figure of each run by key; `None` if it has none.
         worst: (row, run) of each run's worst task.
+        summaries: by run, average and worst over comparable tasks, as rows without a metric; `None` if a run lacks a
+            task.
         differences: of the later runs from the baseline, by row; `None` if a figure is missing.
         training: final figures of pre-training runs; then there are no rows.
         files: written by `trp-scale compare`.
@@ -97,7 +90,7 @@ class Comparison(Shown):
     sources: list[tuple[str, str]]
     rows: dict[RowKey, list[TaskResult | None]]
     worst: set[tuple[RowKey, int]] = field(default_factory=set)
-    summaries: list[Summary] = field(default_factory=list)
+    summaries: dict[RowKey, list[float | None]] = field(default_factory=dict)
     differences: dict[RowKey, list[Difference | None]] = field(default_factory=dict)
     training: Table | None = None
     files: Sequence[Path] = ()
@@ -161,14 +154,14 @@ def compare_results(named: Mapping[str, Results]) -> Comparison:
     RefusedError if a run has a figure twice."""
     rows = _rows(named)
     worst: set[tuple[RowKey, int]] = set()
-    summaries: list[Summary] = []
+    summaries: dict[RowKey, list[float | None]] = {}
     for keys in _kinds(rows):
         for run in range(len(named)):
             tasks = {key: task for key in keys if (task := rows[key][run]) is not None and task.judged}
             if len(tasks) > 1:
                 worst.add((find_worst(tasks), run))
         if len(keys) > 1 and not keys[0].lower_is_better:
-            summaries += _summaries(keys, rows)
+            summaries |= _summaries(keys, rows)
     return Comparison(
         runs=list(named),
         sources=[(results.encoder or "scratch", results.recipe) for results in named.values()],
@@ -219,14 +212,16 @@ def _kinds(rows: Mapping[RowKey, Sequence[TaskResult | None]]) -> list[list[RowK
     return list(kinds.values())
 
 
-def _summaries(keys: Sequence[RowKey], rows: Mapping[RowKey, Sequence[TaskResult | None]]) -> list[Summary]:
+def _summaries(
+    keys: Sequence[RowKey], rows: Mapping[RowKey, Sequence[TaskResult | None]]
+) -> dict[RowKey, list[float | None]]:
     columns = zip(*(rows[key] for key in keys), strict=True)
     complete = [{key: task for key, task in zip(keys, column, strict=True) if task is not None} for column in columns]
     of_runs = [summarise(tasks) if len(tasks) == len(keys) else {} for tasks in complete]
-    return [
-        Summary(name=name, split=keys[0].split, values=[run[name].mean if run else None for run in of_runs])
+    return {
+        keys[0]._replace(task=name, metric="", rows=""): [run[name].mean if run else None for run in of_runs]
         for name in (AVERAGE, WORST)
-    ]
+    }
 
 
 def _differences(rows: Mapping[RowKey, Sequence[TaskResult | None]]) -> dict[RowKey, list[Difference | None]]:
@@ -361,7 +356,8 @@ def _figures(comparison: Comparison) -> Table:
             worst = (key, number) in comparison.worst
             cells.append("-" if task is None else _figure(task, worst))
         rows.append([*_row_head(key), *cells])
-    rows += [_summary_row(summary, [""] * len(before), summary.values) for summary in comparison.summaries]
+    for key, values in comparison.summaries.items():
+        rows.append([*_row_head(key), *[""] * len(before), *map(_number, values)])
     return Table(head=["task", "metric", "on", *before, *comparison.runs], rows=rows, words=LEFT_COLUMNS)
 
 
@@ -376,10 +372,9 @@ def _differences_table(comparison: Comparison) -> Table:
     """Build the table of differences from the first run, with p values."""
     head = [f"{run} less {comparison.runs[0]}" for run in comparison.runs[1:]]
     rows = [[*_row_head(key), *map(_difference, row)] for key, row in comparison.differences.items()]
-    for summary in comparison.summaries:
-        first, *others = summary.values
+    for key, (first, *others) in comparison.summaries.items():
         changes = [None if first is None or value is None else value - first for value in others]
-        rows.append(_summary_row(summary, [], changes, sign=True))
+        rows.append([*_row_head(key), *(_number(change, sign=True) for change in changes)])
     return Table(head=["task", "metric", "on", *head], rows=rows, words=LEFT_COLUMNS)
 
 
@@ -402,12 +397,6 @@ def _number(value: float | None, sign: bool = False) -> Cell:
 
 def _row_head(key: RowKey) -> list[str | Cell]:
     return [key.task, f"{key.metric} (lower is better)" if key.lower_is_better else key.metric, key.split]
-
-
-def _summary_row(
-    summary: Summary, before: list[str], values: Sequence[float | None], sign: bool = False
-) -> list[str | Cell]:
-    return [summary.name, "", summary.split, *before, *(_number(value, sign) for value in values)]
 
 
 def legend(comparison: Comparison) -> list[str]:

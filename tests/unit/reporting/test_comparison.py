@@ -144,7 +144,7 @@ def test_the_worst_is_named_among_figures_of_one_kind() -> None:
     ]
     comparison = compare_results({"a": run(*tasks)})
     assert comparison.worst == {(key("cola", "matthews"), 0), (key("far", "rmse", lower=True), 0)}
-    assert [(difference.name, difference.split, difference.values) for difference in comparison.summaries] == [
+    assert [(summary.task, summary.split, values) for summary, values in comparison.summaries.items()] == [
         ("average", "dev", [pytest.approx(0.65)]),
         ("worst", "dev", [0.4]),
     ]
@@ -167,7 +167,7 @@ def test_what_a_constant_prediction_reaches_stands_before_the_runs() -> None:
 
 def test_a_run_without_a_task_has_no_average() -> None:
     comparison = compare_results({"a": run(task("x", [0.5]), task("y", [0.7])), "b": run(task("y", [0.6]))})
-    assert [difference.values for difference in comparison.summaries] == [[pytest.approx(0.6), None], [0.5, None]]
+    assert list(comparison.summaries.values()) == [[pytest.approx(0.6), None], [0.5, None]]
     assert comparison.worst == {(key("x"), 0)}
     more = compare_results(
         {"a": run(task("x", [0.5]), task("y", [0.7]), task("z", [0.9])), "b": run(task("y", [0.6]), task("z", [0.9]))}
@@ -262,7 +262,7 @@ def test_a_task_of_few_elements_is_not_the_worst() -> None:
     few = task("few", [0.1], details=[{"images": 12}])
     both = run(few, task("many", [0.5], details=[parts]), task("more", [0.9], details=[{"elements": 99}]))
     comparison = compare_results({"a": both})
-    assert comparison.worst == {(key("many"), 0)} and comparison.summaries[1].values == [0.5]
+    assert comparison.worst == {(key("many"), 0)} and list(comparison.summaries.values())[1] == [0.5]
     assert to_markdown(comparison).splitlines()[2:4] == [
         "| few | accuracy | dev | 12 | 0.1000 (1) |",
         "| many | accuracy | dev | 70 | **0.5000 (1) worst** |",
