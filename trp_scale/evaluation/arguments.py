@@ -419,6 +419,8 @@ class EvaluateArguments(ReadsRuns):
         default_factory=list
     )
     """Robustness set, instead of --data. May be repeated."""
+    classes: Annotated[str, tyro.conf.arg(metavar="DIR")] = ""
+    """For --robustness: a data set with the names of the model's classes, if it was trained on numbered ones."""
     partial: bool = False
     """For --robustness c: accept missing corruptions and severities, and mark the mean as partial."""
     predictions: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None

@@ -191,7 +191,7 @@ def evaluate(arguments: EvaluateArguments) -> Measurement:
         if pretrained is not None:
             refuse_flags(
                 arguments,
-                ("robustness", "images", "predictions", "partial", "groups"),
+                ("robustness", "images", "classes", "predictions", "partial", "groups"),
                 "runs of trp-scale finetune",
             )
         run_dir = arguments.run if pretrained is None else pretrained.directory
@@ -253,7 +253,9 @@ def _evaluate_finetuned(
         if sets:
             from trp_scale.evaluation.robustness import RobustClassifier
 
-            classifier = RobustClassifier(run, environment, micro_size=arguments.micro_size)
+            classifier = RobustClassifier(
+                run, environment, classes_of=arguments.classes, micro_size=arguments.micro_size
+            )
             return [classifier.measure(*images, partial=arguments.partial) for images in sets.items()]
         directory = arguments.predictions
         if directory is not None and several:

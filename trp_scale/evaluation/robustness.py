@@ -94,13 +94,14 @@ class RobustClassifier:
     """Fine-tuned classifier to measure on robustness sets.
 
     Args:
+        classes_of: data set with the names of the model's classes, if it was trained on numbered ones.
         micro_size: images per forward pass and rank; 0 = as in the run.
 
     Raises:
-        RefusedError: a run of another task.
+        RefusedError: a run of another task, or another number of names.
     """
 
-    def __init__(self, run: ReadRun, environment: Environment, *, micro_size: int = 0) -> None:
+    def __init__(self, run: ReadRun, environment: Environment, *, classes_of: str = "", micro_size: int = 0) -> None:
         config = run.config
         if not isinstance(config, ClassificationTaskConfig):
             raise RefusedError(
@@ -110,8 +111,12 @@ class RobustClassifier:
         self.config.batch.micro_size = micro_size or self.config.batch.micro_rows
         self.config.batch.global_size = self.config.batch.micro_rows * environment.data.size
         self.environment, self.seed = environment, run.config.training.seed
-        assert run.classes is not None, "the checkpoint of a classifier contains its class names"
-        self.classes = run.classes
+        self.classes = (open_labelled(config, classes_of).classes if classes_of else run.classes) or ()
+        if len(self.classes) != run.config.downstream.classes:
+            raise RefusedError(
+                f"--classes {classes_of}: {len(self.classes)} classes found, the model has "
+                f"{run.config.downstream.classes}; give the data set it was trained on"
+            )
         self.engine = predicting_engine(ImageClassifier(config), run, environment)
 
     def accuracy(self, directory: Path, *, whole: bool = False) -> dict[str, Any]:

@@ -124,6 +124,17 @@ def test_corrupted_images_are_seen_as_they_are(tuned: Path, tmp_path: Path) -> N
     assert result.detail["errors"] == {"fog": {"3": pytest.approx(1 - whole)}}
 
 
+def test_names_of_classes_can_be_given(tuned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = of_classes(tmp_path / "set", ["bee"], 9)
+    monkeypatch.setattr("trp_scale.finetuning.measurement.ReadRun.classes", ("0", "1", "2"))
+    flags = ["evaluate", "--run", str(tuned), "--robustness", f"a={data}", "--output", str(tmp_path / "out")]
+    assert cli.main(flags) == 2
+    names = of_classes(tmp_path / "names", ["ant", "bee", "cat"], 9)
+    assert cli.main([*flags, "--classes", str(names)]) == 0
+    assert read_results(tmp_path / "out").tasks[0].values == [1.0]  # of one class all are right
+    assert cli.main([*flags, "--classes", str(data)]) == 2
+
+
 def test_one_task_at_a_time(tuned: Path, tmp_path: Path, refused: Refused) -> None:
     """Figures of two classifiers on one set would stand in one row."""
     several = tmp_path / "several"
