@@ -38,12 +38,10 @@ from trp_scale.checkpoint.format import (
     without_values,
     write_pieces,
 )
-from trp_scale.checkpoint.run_directory import (
-    incompleteness,
-)
+from trp_scale.checkpoint.run_directory import incompleteness
 from trp_scale.core.engine import Stores
 from trp_scale.core.pieces import STATE_NAMES, Piece, Shards
-from trp_scale.distributed.groups import Group, on_rank_zero, run_on_all_ranks
+from trp_scale.distributed.groups import Group, on_every_rank, on_rank_zero, run_on_all_ranks
 from trp_scale.errors import CheckpointError
 
 
@@ -252,9 +250,7 @@ def load(
 
     wanted = run_on_all_ranks(group, f"listing the tensors for {path}", list_pieces)
 
-    hooks: dict[str, Any] = {}
-
-    def fill() -> None:
+    def fill() -> dict[str, Any]:
         check_same_tensors(path, document, join_pieces(piece for pieces in wanted for piece in pieces))
         with stored, torch.no_grad():
             for piece in engine.pieces():  # replicas too
@@ -263,9 +259,9 @@ def load(
                         target.zero_()  # only moments of a run without steps: check_same_tensors ensures it
                     elif target.numel():
                         stored.fill(state, piece.name, piece.region, target)
-        hooks.update(read_hooks_state(path, document))
+        return read_hooks_state(path, document)
 
-    run_on_all_ranks(group, f"loading {path}", fill)
+    hooks = on_every_rank(group, f"loading {path}", fill)
     engine.after_load(document.optimizer_steps)
     engine.load_extra_state(document.engine_state)
     return replace(document, hooks=hooks)

@@ -152,6 +152,13 @@ def run_on_all_ranks(group: Group, what: str, action: Callable[[], T]) -> list[T
     return [value for _, value in gathered]  # type: ignore[misc]
 
 
+def on_every_rank(group: Group, what: str, action: Callable[[], T]) -> T:
+    """Run `action` on every rank and return this rank's result, which is not sent; errors as of `run_on_all_ranks`."""
+    results: list[T] = []
+    run_on_all_ranks(group, what, lambda: results.append(action()))
+    return results[0]
+
+
 def on_rank_zero(group: Group, what: str, action: Callable[[], T]) -> T:
     """Run `action` on rank 0 only; every rank gets its result, or its error as `run_on_all_ranks` raises it."""
     return run_on_all_ranks(group, what, lambda: action() if group.rank == 0 else None)[0]  # type: ignore[return-value]

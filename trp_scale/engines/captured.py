@@ -27,7 +27,7 @@ from torch import Tensor
 from trp_scale.core.batch import Batch, Extra, TaskLosses
 from trp_scale.core.engine import EngineError
 from trp_scale.core.run import Objective
-from trp_scale.distributed.groups import Group, RankError, run_on_all_ranks
+from trp_scale.distributed.groups import Group, RankError, on_every_rank
 
 if TYPE_CHECKING:
     from trp_scale.engines.plain import PlainEngine
@@ -269,16 +269,6 @@ class Captured:
         except RankError as error:
             self.give_up(str(error).partition("\n")[0])
 
-    def _on_all_ranks(self, action: Callable[[], Result]) -> Result:
-        """Return the result of an action that succeeds on all ranks. Collective.
-
-        Raises:
-            RankError: it failed on a rank.
-        """
-        results: list[Result] = []
-        run_on_all_ranks(self.engine.data_group, "capturing", lambda: results.append(action()))
-        return results[0]
-
     def _allocate(self, batch: Batch) -> Batch:
         """Allocate static gradients, once for all modes, because the graph of a window's last micro-batch reads those
         of other modes; return a static batch."""
@@ -289,14 +279,15 @@ class Captured:
     def _capture(self, objective: Objective, batch: Batch) -> Mode:
         """Capture the graphs of a mode. Drops the gradients of the present window."""
         self.engine.discard_gradients()
-        static = self._on_all_ranks(lambda: self._allocate(batch))
+        group = self.engine.data_group
+        static = on_every_rank(group, "capturing", lambda: self._allocate(batch))
         coefficients = torch.zeros(len(objective.tasks), dtype=torch.float64, device=self.engine.device)
 
         def forward() -> tuple[TaskLosses, Tensor]:
             losses = self.losses_of(objective, static)
             return losses, losses.sums @ coefficients
 
-        (losses, total), replay = self._on_all_ranks(lambda: self.recorder.record(forward))
+        (losses, total), replay = on_every_rank(group, "capturing", lambda: self.recorder.record(forward))
         mode = Mode(batch=static, losses=losses, forward=replay, coefficients=coefficients)
         self.engine.forget_forward_events()
         if total.requires_grad:
@@ -329,7 +320,7 @@ class Captured:
             gradients = {number: holder.grad for number, holder in enumerate(holders) if holder.grad is not None}
             return {number: self._to_static(number, gradient) for number, gradient in gradients.items()}
 
-        gradients, replay = self._on_all_ranks(lambda: self.recorder.record(backward))
+        gradients, replay = on_every_rank(self.engine.data_group, "capturing", lambda: self.recorder.record(backward))
         if not first:  # without parameters that take no part
             used = mode.backwards[True, last].gradients
             gradients = {number: gradient for number, gradient in gradients.items() if number in used}

@@ -28,7 +28,7 @@ from trp_scale.config.schema import clean_text
 from trp_scale.core.hooks import build_hooks
 from trp_scale.core.run import RunContext
 from trp_scale.distributed.environment import Environment
-from trp_scale.distributed.groups import check_shared_directory, on_rank_zero, run_on_all_ranks
+from trp_scale.distributed.groups import check_shared_directory, on_every_rank, on_rank_zero
 from trp_scale.engines import captured, compiled, ds_config
 from trp_scale.engines.build import build_engine, build_second_engine
 from trp_scale.errors import ExitStatus
@@ -436,17 +436,13 @@ class Run:
 
     def _observer(self) -> Observer:
         """Open the observer; if that fails on rank 0 (a missing extra, for example), raise on all ranks."""
-        observers: list[Observer] = []
+        is_first, cache_use = self.world.rank == 0, self.sources.cache_use
 
-        def make() -> None:
-            enabled = self.world.rank == 0
-            tasks, cache_use = self.objective.tasks, self.sources.cache_use
-            observers.append(
-                Observer(self.run_dir, self.config, tasks, self._info(), enabled=enabled, cache_use=cache_use)
-            )
+        def make() -> Observer:
+            tasks, info = self.objective.tasks, self._info()
+            return Observer(self.run_dir, self.config, tasks, info, enabled=is_first, cache_use=cache_use)
 
-        run_on_all_ranks(self.world, "opening the metrics and the loggers", make)
-        return observers[0]
+        return on_every_rank(self.world, "opening the metrics and the loggers", make)
 
     def _info(self) -> RunInfo:
         config, device = self.config, self.environment.device

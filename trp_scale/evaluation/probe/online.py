@@ -28,7 +28,7 @@ from trp_scale.core.run import RunContext
 from trp_scale.data.images.leakage import check_test
 from trp_scale.data.mixture import parse_paths
 from trp_scale.data.text.dataset import open_text_dataset
-from trp_scale.distributed.groups import on_rank_zero, run_on_all_ranks
+from trp_scale.distributed.groups import on_every_rank, on_rank_zero
 from trp_scale.evaluation.arguments import KnnSettings, LogisticSettings, ProbesSettings
 from trp_scale.evaluation.encoders import BATCH, FrozenEncoder, TextEncoder, set_shown_images
 from trp_scale.evaluation.probe.classifiers import (
@@ -216,17 +216,16 @@ class ImageRows:
 
     def features(self, weights: Weights) -> Pair | None:
         """Compute features with the current weights; `None` except on rank 0. Collective."""
-        world, encoders = self.run.world, list[FrozenEncoder]()
+        world = self.run.world
 
-        def make() -> None:
+        def make() -> FrozenEncoder:
             weighted = None
             if world.rank == 0:
                 source = encoder_from_run(self.run.config, NAME, lambda: weights)
                 weighted = source.image_weights(self.config)
-            encoders.append(FrozenEncoder(self.config, pooling="mean", device=self.run.device, weights=weighted))
+            return FrozenEncoder(self.config, pooling="mean", device=self.run.device, weights=weighted)
 
-        run_on_all_ranks(world, "making the probed encoder", make)
-        (encoder,) = encoders
+        encoder = on_every_rank(world, "making the probed encoder", make)
         for parameter in encoder.module.parameters():  # only rank 0 has the weights
             parameter.copy_(world.sum(parameter if world.rank == 0 else torch.zeros_like(parameter)))
         learned = self._extract(encoder, self.train, self.learned, self.settings.rows)
