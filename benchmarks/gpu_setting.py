@@ -20,10 +20,9 @@ from benchmarks.method_cost import BALANCING
 from benchmarks.steps import Notes, Precision, Workload, endless, trainer_of
 from benchmarks.workloads import MM_MAE, EncoderSize, build_workload, image_recipe, small_bert, text_config
 from trp_scale.config.images import ImagePretrainConfig
-from trp_scale.config.registry import make_settings
+from trp_scale.config.registry import engine_rules, make_settings
 from trp_scale.core.engine import Engine
 from trp_scale.distributed.environment import Environment
-from trp_scale.engines.build import build_engine
 from trp_scale.engines.captured import RECORDERS
 from trp_scale.pretraining.mae.settings import MaeConfig
 from trp_scale.pretraining.mm_mae.settings import MmMaeConfig
@@ -184,8 +183,7 @@ def engine_of(setting: Setting, layout: str, work: Workload, device: torch.devic
     stage = ENGINES[layout]
     if layout != "plain":
         setting.environment.ensure_process_group()
-    return build_engine(
-        layout if stage is None else "deepspeed",
+    engine: Engine = engine_rules(layout if stage is None else "deepspeed").build(
         work.module,
         work.config,
         device=device or setting.device,
@@ -193,6 +191,7 @@ def engine_of(setting: Setting, layout: str, work: Workload, device: torch.devic
         ds_document=None if stage is None else deepspeed_document(stage),
         ds_path=layout,
     )
+    return engine
 
 
 @contextmanager

@@ -46,14 +46,14 @@ from benchmarks.steps import micro_batches
 from benchmarks.workloads import LENGTH, build_workload, masks_trainer, set_encoder
 from trp_scale.config import BatchConfig, Config, ModelConfig, OptimizerConfig
 from trp_scale.config.images import CropsConfig, MaeMaskingConfig, MaeVisionConfig
-from trp_scale.config.registry import make_settings
+from trp_scale.config.registry import engine_rules, make_settings
 from trp_scale.core.engine import Engine
 from trp_scale.distributed.environment import Environment
-from trp_scale.engines.build import build_engine, build_second_engine
 from trp_scale.models.initialise import build_with_initialisers
 from trp_scale.pretraining.mae.settings import MaeConfig
 from trp_scale.pretraining.pos_bert.model import BertForMaskedPositions
 from trp_scale.pretraining.pos_bert.settings import PosBertConfig, PosBertModelConfig
+from trp_scale.training.pretrain import build_second_engine
 
 ROWS, STEPS = 2, 3
 LAYOUTS = {"plain": ("plain", 1, 16), "fsdp": ("fsdp", 2, 16), "zero3": ("deepspeed", 2, 20)}
@@ -105,17 +105,15 @@ def ranks_environment(layout: str) -> Iterator[Environment]:
 
 
 def engine_on(
-    environment: Environment,
-    layout: str,
-    module: nn.Module,
-    config: Config,
-    build: Callable[..., Engine] = build_engine,
+    environment: Environment, layout: str, module: nn.Module, config: Config, *, second: bool = False
 ) -> Engine:
-    """Return the engine of a layout, the model in it."""
+    """Return the engine of a layout, the model in it. `second`: as that of a masking network."""
     name = LAYOUTS[layout][0]
+    build = partial(build_second_engine, name) if second else engine_rules(name).build
     document = json.loads(ZERO3.read_text()) if name == "deepspeed" else None
     device, group = environment.device, environment.data
-    return build(name, module, config, device=device, data_group=group, ds_document=document)
+    engine: Engine = build(module, config, device=device, data_group=group, ds_document=document)
+    return engine
 
 
 def settings(options: Options, world: int) -> PosBertConfig:
@@ -210,9 +208,8 @@ def measure_masks(layout: str, options: Options, masks: bool) -> Peak:
         counts: list[int] = []
 
         def make_engine(module: nn.Module, config: Config) -> Engine:
-            build = build_second_engine if engines else build_engine
             counts.append(sum(parameter.numel() for parameter in module.parameters()))
-            engines.append(engine_on(environment, layout, module, config, build))
+            engines.append(engine_on(environment, layout, module, config, second=bool(engines)))
             return engines[-1]
 
         trainer = masks_trainer(config, 1, make_engine)

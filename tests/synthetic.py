@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,14 +14,13 @@ from torch import Tensor, nn
 
 from tests.settings import changed
 from trp_scale.config import BatchConfig, Config, OptimizerConfig, PretrainConfig, PretrainTrainingConfig
-from trp_scale.config.registry import make_settings
+from trp_scale.config.registry import engine_rules, make_settings
 from trp_scale.core.batch import Batch, StepStats, TaskLosses
 from trp_scale.core.engine import Engine
 from trp_scale.core.hooks import Hook, StepContext, build_hooks
 from trp_scale.core.run import RunContext
 from trp_scale.data.text.dataset import GROUPS
 from trp_scale.distributed.groups import Group
-from trp_scale.engines.build import build_engine
 from trp_scale.models.initialise import build_with_initialisers
 from trp_scale.pretraining.pos_bert.batch import kept_positions
 from trp_scale.pretraining.pos_bert.settings import PosBertConfig, PosBertModelConfig, PosBertObjectiveConfig
@@ -29,6 +29,7 @@ from trp_scale.pretraining.pos_bert.weights import MODELS
 from trp_scale.pretraining.tasks import SOURCE, has_sources
 from trp_scale.training.decisions import StepAgreement
 from trp_scale.training.loop import Trainer
+from trp_scale.training.pretrain import build_second_engine
 
 VOCABULARY = 90
 LENGTH = 16
@@ -173,19 +174,13 @@ def data_group(config: Config | None = None) -> Group:
     return Group("data")
 
 
-def engine_of(
-    layout: Layout, module: nn.Module, config: Config, group: Group, build: Callable[..., Engine] = build_engine
-) -> Engine:
-    """A model in the engine of a layout."""
+def engine_of(layout: Layout, module: nn.Module, config: Config, group: Group, *, second: bool = False) -> Engine:
+    """A model in the engine of a layout. `second`: as that of a masking network."""
+    build = partial(build_second_engine, layout.engine) if second else engine_rules(layout.engine).build
     document = {"zero_optimization": {"stage": layout.stage}, **deepcopy(layout.document)}
-    return build(
-        layout.engine,
-        module,
-        config,
-        device=torch.device("cpu"),
-        data_group=group,
-        ds_document=None if layout.stage is None else document,
-    )
+    given = None if layout.stage is None else document
+    engine: Engine = build(module, config, device=torch.device("cpu"), data_group=group, ds_document=given)
+    return engine
 
 
 def make_engine(layout: Layout, config: Config, group: Group) -> tuple[Engine, PosMaskedLanguageModelling]:

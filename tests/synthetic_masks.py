@@ -18,7 +18,6 @@ from trp_scale.core.hooks import Hook, built
 from trp_scale.core.run import RunContext
 from trp_scale.data.sources import JoinedWindows
 from trp_scale.distributed.groups import Group
-from trp_scale.engines.build import build_engine, build_second_engine
 from trp_scale.methods.learned_masks.hook import LearnedMasks
 from trp_scale.methods.learned_masks.second_levels import JointObjective
 from trp_scale.pretraining.mae.model import MaskedAutoencoder
@@ -142,8 +141,7 @@ def masks_run(
 
     def make_engine(module: nn.Module, own: Config) -> Engine:
         networks.append(module.to(dtype))
-        build = build_second_engine if len(networks) > 1 else build_engine
-        return engine_of(layout, networks[-1], own, group, build)
+        return engine_of(layout, networks[-1], own, group, second=len(networks) > 1)
 
     engine = make_engine(MaskedAutoencoder(config), config)
     objective: Any = (TwoHalves if halves else MaskedPatchReconstruction)(config.objective, PATCH)

@@ -17,7 +17,7 @@ from tests.ranks import Ranks
 from tests.synthetic import TWO_RANKS, VOCABULARY, Layout, data_group, engine_of, small_config
 from tests.synthetic_images import image_config
 from tests.synthetic_modalities import CLASSES, modality_config
-from trp_scale.engines.build import build_engine
+from trp_scale.config.registry import engine_rules
 from trp_scale.models.initialise import build_with_initialisers, initial_tensor
 from trp_scale.pretraining.mae.model import MaskedAutoencoder
 from trp_scale.pretraining.mm_mae.model import MultimodalMaskedAutoencoder
@@ -79,7 +79,7 @@ def peak_rise(whole: bool) -> tuple[int, int]:
     before = resident("VmRSS")
     module = make() if whole else build_with_initialisers(make)
     size = 4 * sum(parameter.numel() for parameter in module.parameters())
-    engine = build_engine("fsdp", module, config, device=torch.device("cpu"), data_group=data_group())
+    engine = engine_rules("fsdp").build(module, config, device=torch.device("cpu"), data_group=data_group())
     rise = resident("VmHWM") - before
     engine.close()
     return rise, size

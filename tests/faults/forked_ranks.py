@@ -36,7 +36,7 @@ PATIENCE = 3.0
 
 PLACES = {
     "before the group": "trp_scale.distributed.environment:Environment.__enter__",
-    "start-up": "trp_scale.training.pretrain:build_engine",
+    "start-up": "trp_scale.training.pretrain:build_with_initialisers",
     "rows": "trp_scale.data.sources:TrainSource.next_window",
     "forward": "trp_scale.core.hooks:StepContext.compute_losses",
     "backward": "trp_scale.engines.fsdp:FsdpEngine.backward",

@@ -17,10 +17,9 @@ from typing import Any, NamedTuple
 
 from trp_scale.checkpoint.document import DOCUMENT_NAME, check_sound, read_document, wrong_size
 from trp_scale.config import WITHOUT_END, Config, RefusedError
-from trp_scale.config.checks import engine_rules
 from trp_scale.config.files import json_lines, parse_json, read_optional_object
 from trp_scale.config.loader import flat, from_dict, to_dict
-from trp_scale.config.registry import names
+from trp_scale.config.registry import engine_rules, names
 from trp_scale.config.schema import Fields, PartOf, record
 from trp_scale.distributed.groups import Group, on_rank_zero, run_on_all_ranks
 from trp_scale.distributed.liveness import LEASE

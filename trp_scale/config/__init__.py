@@ -1,7 +1,7 @@
 """Settings of a run as nested, typed, keyword-only dataclasses; this module has the sections that every run has.
 
 The string under a field is its help text on the command line (`--section.field value`). A field whose name is a Python
-keyword ends in an underscore in the class only (`crops.from`). `loader.py` reads settings and `checks.py` checks them.
+keyword ends in an underscore in the class only (`crops.from`). `loader.py` reads and checks settings.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Convert recipes and mappings to settings and back; every key is a field of `trp_scale.config`.
+"""Convert recipes and mappings to settings and back, and check settings against each other and the engine.
 
-`schema.py` reads the values. This module selects the type of the run, explains unknown keys and lists recipes.
+`schema.py` reads the values. This module selects the type of the run, explains unknown keys and lists recipes. Each
+message names the flag to change.
 """
 
 from __future__ import annotations
@@ -30,17 +31,23 @@ from trp_scale.config.recipes import (
 from trp_scale.config.registry import (
     RUNS,
     Component,
+    Section,
     Settings,
+    engine_rules,
     find,
+    find_problems,
     listed_roles,
     load_module,
+    names,
+    non_default_values,
     registered_components,
     runs,
+    sections,
 )
 from trp_scale.config.schema import Problem, WrongValueError, setting_name, setting_names, typed_reader
 from trp_scale.errors import LONGEST_QUOTE, MOST_PROBLEMS, RefusedError, listed_problems, nearest, shorten
 
-Section = TypeVar("Section")
+SectionT = TypeVar("SectionT")
 
 TRAINING = {"upstream": "trp-scale pretrain", "task": "trp-scale finetune"}
 """Roles with settings of a whole run, and the command of each."""
@@ -127,10 +134,10 @@ def from_dict(document: Mapping[str, Any], source: str = "settings") -> Config:
     return config
 
 
-def read_section(kind: type[Section], values: Mapping[str, Any], source: str) -> Section:
+def read_section(kind: type[SectionT], values: Mapping[str, Any], source: str) -> SectionT:
     """Return the settings dataclass `kind` with these values. `source`: origin, for messages. Raises RefusedError:
     unknown fields and wrong types; lists all."""
-    section: Section = _read(kind, values, source, [], [])
+    section: SectionT = _read(kind, values, source, [], [])
     return section
 
 
@@ -324,3 +331,83 @@ def _lines(values: Mapping[str, Any], prefix: str, origin: Mapping[str, str]) ->
             yield from _lines(value, f"{where}.", origin)
         else:
             yield f"{indent + write_yaml({key: value}, on_one_line=True):<40} # {origin.get(where, DEFAULT)}"
+
+
+def check(config: Config) -> None:
+    """Refuse invalid settings; the message lists every flag with its value and the allowed values. Raises RefusedError:
+    at least one setting is invalid."""
+    problems = list(general_problems(config))
+    if problems:
+        listed = "\n".join(f"  {problem}" for problem in problems)
+        raise RefusedError(f"{len(problems)} setting(s) cannot be used:\n{listed}")
+
+
+def general_problems(config: Config) -> Iterator[str]:
+    """Yield the problems that pre-training and fine-tuning runs share."""
+    yield from find_problems(config)
+    yield from config.problems()
+    yield from hook_problems(config)
+
+
+def cautions(config: Config, steps_per_epoch: int = 0) -> list[str]:
+    """Return warnings about allowed but rarely intended settings, for the log. `steps_per_epoch`: number of global
+    batches in the training rows; 0 = not known yet."""
+    return [
+        *(line for part in _config_sections(config) for line in part.cautions(config, steps_per_epoch)),
+        *config.cautions(),
+    ]
+
+
+def against_compiling(config: Config) -> list[str]:
+    """Return the reasons not to compile with `training.compile auto`."""
+    reasons = [reason for part in _config_sections(config) for reason in part.against_compiling(config)]
+    return [*reasons, *config.against_compiling()]
+
+
+def against_capturing(config: Config, engine: str, ranks: int) -> list[str]:
+    """Return the reasons why the micro-batches of a run cannot be captured (`training.capture`). `ranks`: ranks that
+    split the batch."""
+    reasons = [reason for part in _config_sections(config) for reason in part.against_capturing(config)]
+    return [*engine_rules(engine).capture_problems(config, ranks), *reasons, *config.against_capturing()]
+
+
+def _config_sections(config: Config) -> list[Section]:
+    """Return the sections of a run that declare cautions and reasons."""
+    return [section for section in sections(config).values() if isinstance(section, Section)]
+
+
+def hook_problems(config: Config) -> Iterator[str]:
+    """Yield hooks that are listed twice, or before a hook that must precede them."""
+    listed = config.hooks
+    for name in dict.fromkeys(name for name in listed if listed.count(name) > 1):
+        yield f"--hooks has {name} more than once; allowed: each once"
+    for position, name in enumerate(listed):
+        late = [first for first in find("hook", name).after if first in listed[position + 1 :]]
+        if late:
+            yield f"--hooks has {name} before {', '.join(late)}; allowed: {name} after {', '.join(late)}"
+
+
+def check_engine(config: Any, engine: str, *, gpu: bool) -> None:
+    """Refuse settings that the chosen engine or machine does not support. Raises RefusedError: settings of another
+    engine, settings that the engine refuses, fp16 without a loss scaler or GPU, a memory snapshot without a GPU."""
+    rules = engine_rules(engine)
+    for other in names("engine"):
+        section = engine_rules(other).section
+        if other != engine and section and (settings := non_default_values(getattr(config, section))):
+            name, value = next(iter(settings.items()))
+            raise RefusedError(
+                f"--{section}.{name} is {value} and the engine {engine}; allowed: --engine {other}, or without it"
+            )
+    if problems := list(rules.refusals(config)):
+        raise RefusedError(f"--engine {engine}: " + "; ".join(problems))
+    if config.logging.memory_snapshot and not gpu:
+        raise RefusedError("--logging.memory_snapshot needs a GPU and this machine has none; leave it out")
+    if config.training.precision != "fp16":
+        return
+    if not rules.scales_loss:
+        raise RefusedError(
+            f"--training.precision fp16 needs DeepSpeed's loss scaler, --engine is {engine}; "
+            "allowed: bf16, fp32, or --ds_config FILE"
+        )
+    if not gpu:
+        raise RefusedError("--training.precision fp16 needs a GPU and this machine has none; allowed: bf16, fp32")

@@ -18,13 +18,14 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import importlib.util
+import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, make_dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, ClassVar, Literal, TypeVar, get_args, get_origin, get_type_hints
 
-from trp_scale.config.schema import Range, range_problems
+from trp_scale.config.schema import Range, setting_name
 from trp_scale.errors import RefusedError, nearest, quote
 
 
@@ -75,6 +76,60 @@ class Settings(Section):
     """Name of the component; set by the registry."""
 
 
+@dataclass(kw_only=True)
+class EngineRules(Settings):
+    """Declaration of an engine, registered as `@component("engine", NAME, "module:Class")`.
+
+    Attributes:
+        section: settings section that only this engine reads; empty if none.
+        one_process: runs in one process, without a process group.
+        reads_ds_config: needs --ds_config; other engines refuse it.
+        scales_loss: has a loss scaler, so that it can train in fp16.
+        shards_everything: shards weights, gradients and moments over the ranks of a copy.
+        captures: can capture micro-batches (`training.capture`), unless `capture_problems` yields a reason.
+        layouts: "module:Class" of the planner's layouts; empty if a plan cannot predict its cost.
+    """
+
+    section: ClassVar[str] = ""
+    one_process: ClassVar[bool] = False
+    reads_ds_config: ClassVar[bool] = False
+    scales_loss: ClassVar[bool] = False
+    shards_everything: ClassVar[bool] = False
+    captures: ClassVar[bool] = False
+    layouts: ClassVar[str] = ""
+
+    def refusals(self, config: Any) -> Iterator[str]:
+        """Yield settings that this engine refuses: flag, value and allowed values."""
+        return iter(())
+
+    def capture_problems(self, config: Any, ranks: int) -> Iterator[str]:
+        """Yield reasons why this engine cannot capture micro-batches on `ranks` data ranks."""
+        if not self.captures:
+            yield f"the engine {self.kind} does not support it"
+
+    def keeps_states_in_files(self, config: Any) -> bool:
+        """Return whether weights and moments are stored in files and may exceed memory."""
+        return False
+
+    def join_groups(self, config: Any, environment: Any) -> None:
+        """Create the process groups that the engine needs; collective."""
+        if not self.one_process:
+            environment.ensure_process_group()
+
+    def build(self, module: Any, config: Any, *, ds_document: Any = None, ds_path: str = "", **arguments: Any) -> Any:
+        """Import and build the engine.
+
+        Args:
+            module: the whole model on the CPU, the same on all ranks.
+            ds_document: DeepSpeed's configuration from the file `ds_path`, for engines that read it.
+            arguments: `device`, and `data_group`, the ranks that split the batch.
+
+        Raises:
+            EngineError: the engine cannot run here.
+        """
+        return find("engine", self.kind).load()(module, config, **arguments)
+
+
 def near_divisors(whole: int, wanted: int) -> str:
     """Return the four divisors of a number that are nearest to `wanted`, for messages."""
     allowed = [part for part in range(1, whole + 1) if whole % part == 0]
@@ -91,6 +146,18 @@ def non_default_values(section: Section) -> dict[str, Any]:
 def sections(config: Any) -> Mapping[str, Any]:
     """Return the sections of a run or command, by name."""
     return {item.name: value for item in fields(config) if is_dataclass(value := getattr(config, item.name))}
+
+
+def range_problems(section: Any, prefix: str) -> Iterator[str]:
+    """Yield the numbers of a dataclass outside their ranges; `prefix` of the flags, such as "--optimizer."."""
+    for field_ in fields(section):
+        allowed, value = field_.metadata.get("range"), getattr(section, field_.name)
+        if allowed is None or value is None or isinstance(value, str) or value in allowed:  # str: such as auto
+            continue
+        kinds = get_args(get_type_hints(type(section))[field_.name])
+        words = [word for kind in kinds if get_origin(kind) is Literal for word in get_args(kind)]
+        limits = f"{allowed}{', and finite' * (value == math.inf)}{''.join(f', or {word}' for word in words)}"
+        yield f"{prefix}{setting_name(field_.name)} is {value}, allowed: {limits}"
 
 
 def find_problems(settings: Any) -> Iterator[str]:
@@ -307,8 +374,6 @@ def _check_kind(role: Role, name: str, settings: type[Any], where: str) -> None:
 def _base(role: Role) -> type[Any]:
     """Return the base class of a role's settings."""
     if role == "engine":
-        from trp_scale.config.checks import EngineRules  # circular import
-
         return EngineRules
     if role not in RUNS:
         return Settings
@@ -426,6 +491,17 @@ def find_registration(thing: Settings | type[Any]) -> Component:
         if item.settings is type(thing) or item.implementation in (thing, location):
             return item
     raise RefusedError(f"{thing!r} is not a component; @trp_scale.component(ROLE, NAME) above a class registers it")
+
+
+def engine_rules(name: str) -> EngineRules:
+    """Return the declaration of an engine. Raises RefusedError: no engine has this name."""
+    rules: EngineRules = find("engine", name, "--engine").settings()
+    return rules
+
+
+def distributed_engines() -> list[str]:
+    """Return the names of the engines that run on several ranks."""
+    return [name for name in names("engine") if not engine_rules(name).one_process]
 
 
 def kinds_beside(section: str, settings: type[Settings]) -> list[str]:

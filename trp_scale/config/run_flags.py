@@ -13,11 +13,11 @@ from typing import Annotated, Any, TypeVar, get_args, get_type_hints
 import tyro
 
 from trp_scale.config import AVERAGE, LR_ROWS, MOST_STEPS, Config, PretrainConfig, RefusedError
-from trp_scale.config.checks import check, distributed_engines, engine_rules
 from trp_scale.config.finetuning import FinetuneConfig
 from trp_scale.config.flags import Modules, asks_for_help, first_words, flag_words, read
 from trp_scale.config.loader import (
     TRAINING,
+    check,
     describe_owners,
     flat,
     from_dict,
@@ -27,7 +27,7 @@ from trp_scale.config.loader import (
     to_dict,
 )
 from trp_scale.config.recipes import read_document
-from trp_scale.config.registry import find, load_module, own_modules
+from trp_scale.config.registry import distributed_engines, engine_rules, find, load_module, own_modules
 from trp_scale.config.schema import Fields, setting_name, setting_names
 
 WHOLE = 1_000_000_000

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trp_scale.config import Config, PretrainConfig
-from trp_scale.config.checks import EngineRules
-from trp_scale.config.registry import component
+from trp_scale.config.registry import EngineRules, component
 
 
 @component("engine", "plain", "trp_scale.engines.plain:PlainEngine")
@@ -17,10 +16,8 @@ class PlainRules(EngineRules):
     """One process with whole weights, gradients and moments."""
 
     one_process = True
+    captures = True
     layouts = "trp_scale.planning.layouts:PlainLayout"
-
-    def capture_problems(self, config: Config, ranks: int) -> Iterator[str]:
-        return iter(())
 
 
 @component("engine", "ddp", "trp_scale.engines.ddp:DdpEngine")
@@ -28,10 +25,8 @@ class PlainRules(EngineRules):
 class DdpRules(EngineRules):
     """Whole weights and moments on each rank; gradients are summed."""
 
+    captures = True
     layouts = "trp_scale.planning.layouts:DdpLayout"
-
-    def capture_problems(self, config: Config, ranks: int) -> Iterator[str]:
-        return iter(())
 
 
 @component("engine", "fsdp", "trp_scale.engines.fsdp:FsdpEngine")
@@ -116,3 +111,18 @@ class DeepSpeedRules(EngineRules):
                     f"--training.{name} is bf16, but DeepSpeed's file decides this; allowed: --training.{name} fp32 "
                     f"and {key} in --ds_config, or --engine ddp or fsdp"
                 )
+
+    def build(
+        self, module: Any, config: Config, *, ds_document: Any = None, ds_path: str = "", **arguments: Any
+    ) -> Any:
+        """Build the engine; its configuration gets the recipe's values where it has "auto"."""
+        from trp_scale.core.engine import EngineError
+        from trp_scale.data.sources import check_partition
+        from trp_scale.engines.ds_config import resolve
+
+        if ds_document is None:
+            raise EngineError(f"--engine {self.kind} needs --ds_config FILE, such as ds_configs/zero2.json")
+        world, path = arguments["data_group"].size, ds_path or "--ds_config"
+        accumulation = check_partition(config.batch.global_size, config.batch.micro_rows, world)
+        document = resolve(ds_document, config, world=world, accumulation=accumulation, path=path)
+        return super().build(module, config, document=document, **arguments)

@@ -10,8 +10,8 @@ from typing import Annotated
 import tyro
 
 from trp_scale.config import AVERAGE, RefusedError, Weights
-from trp_scale.config.checks import check
 from trp_scale.config.finetuning import FinetuneConfig
+from trp_scale.config.loader import check
 from trp_scale.config.registry import check_settings, setting
 from trp_scale.config.run_flags import Arguments, parse_run
 from trp_scale.data.mixture import require_run_data

@@ -12,10 +12,10 @@ from typing import Any
 
 from trp_scale.checkpoint.run_directory import adopt_unrecorded, check_settings
 from trp_scale.config import Config, RefusedError
-from trp_scale.config.checks import check_engine, engine_rules
 from trp_scale.config.finetuning import FinetuneConfig, ImageTaskConfig
 from trp_scale.config.flags import phase
-from trp_scale.config.loader import to_dict
+from trp_scale.config.loader import check_engine, to_dict
+from trp_scale.config.registry import engine_rules
 from trp_scale.data.images.leakage import image_datasets, refuse_shared_images
 from trp_scale.distributed.environment import Environment
 from trp_scale.distributed.groups import check_shared_directory, on_rank_zero

@@ -14,7 +14,7 @@ from typing import Annotated
 import tyro
 
 from trp_scale.config import PretrainConfig, RefusedError
-from trp_scale.config.checks import check
+from trp_scale.config.loader import check
 from trp_scale.config.registry import check_settings, setting
 from trp_scale.config.run_flags import Arguments, parse_run
 from trp_scale.errors import nearest

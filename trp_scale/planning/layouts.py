@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from trp_scale.config import Config, RefusedError
-from trp_scale.config.checks import check_engine
+from trp_scale.config.loader import check_engine
 from trp_scale.engines.ddp import BUCKET_BYTES, ReducedParameter, cut_into_buckets
 from trp_scale.models.tensor_plan import declared_plan
 from trp_scale.planning.clusters import Cluster

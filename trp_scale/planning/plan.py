@@ -11,8 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from trp_scale.config import Config, RefusedError
-from trp_scale.config.checks import engine_rules
-from trp_scale.config.registry import import_name, names
+from trp_scale.config.registry import engine_rules, import_name, names
 from trp_scale.data.sources import check_partition
 from trp_scale.models.counting import TRAINING_OVER_FORWARD
 from trp_scale.planning.clusters import GPUS, Cluster, Gpu

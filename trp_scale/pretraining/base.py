@@ -18,7 +18,7 @@ from trp_scale.checkpoint.export import find_checkpoint
 from trp_scale.checkpoint.format import named_weights
 from trp_scale.checkpoint.initial_weights import GivenWeights, Load, give_weights, is_run, read_given_weights, reading
 from trp_scale.config import Config, PretrainConfig, RefusedError, count_steps
-from trp_scale.config.checks import check
+from trp_scale.config.loader import check
 from trp_scale.config.registry import find
 from trp_scale.config.run_flags import recorded_sizes
 from trp_scale.core.batch import Batch, WindowSource

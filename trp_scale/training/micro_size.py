@@ -22,13 +22,13 @@ import torch
 from torch import nn
 
 from trp_scale.config import Config, RefusedError
-from trp_scale.config.checks import engine_rules, general_problems
+from trp_scale.config.loader import general_problems
+from trp_scale.config.registry import engine_rules
 from trp_scale.core.batch import Batch
 from trp_scale.core.engine import Engine
 from trp_scale.core.run import Objective
 from trp_scale.data.sources import check_partition
 from trp_scale.distributed.environment import Environment
-from trp_scale.engines.build import build_engine
 from trp_scale.engines.compiled import checkpoint_blocks
 from trp_scale.models.counting import fake_pass, saved_bytes
 from trp_scale.models.initialise import build_with_initialisers
@@ -92,7 +92,7 @@ def choose(
 
     Args:
         build: builds the upstream with the smallest micro-batch; it is closed again.
-        engine_name, ds_document: as in build_engine.
+        engine_name, ds_document: as in EngineRules.build.
         stored: settings of the checkpoint to resume; its size is kept if it still divides the share.
         free: free bytes of this rank's device; None: queried. On a CPU None skips the estimate.
 
@@ -118,21 +118,9 @@ def choose(
             free = torch.cuda.mem_get_info(environment.device)[0]
         free = min(group.gather_objects(free))
 
-        def make_engine(rows: int) -> Engine:
-            sized = copy.deepcopy(probed)
-            sized.batch.micro_size = rows
-            document = None if ds_document is None else dict(ds_document)
-            return build_engine(
-                engine_name,
-                build_with_initialisers(upstream.model),
-                sized,
-                device=environment.device,
-                data_group=group,
-                ds_document=document,
-            )
-
         def attempt(rows: int) -> bool:
-            return fits(rows, make_engine, upstream.objective, lambda count: first_rows(upstream, count))
+            sized = replace(probed, batch=replace(probed.batch, micro_size=rows))
+            return fits(upstream, sized, environment, engine_name, ds_document)
 
         return choose_by_memory(sizes, need, free, attempt if group.size == 1 else None)
     finally:
@@ -196,19 +184,20 @@ def choose_by_memory(sizes: Sequence[int], need: Need, free: int, attempt: Calla
 
 
 def fits(
-    rows: int,
-    make_engine: Callable[[int], Engine],
-    objective: Objective,
-    rows_of: Callable[[int], Batch],
+    upstream: Upstream, config: Config, environment: Environment, engine_name: str, ds_document: Any = None
 ) -> bool:
-    """Whether a step with micro-batches of `rows` rows fits into memory, with moments allocated."""
+    """Whether a step with micro-batches of `batch.micro_size` fits into memory, with moments allocated."""
     engine: Engine | None = None
     ran = False
     with suppress(torch.OutOfMemoryError):
-        engine = make_engine(rows)
+        rules, model = engine_rules(engine_name), build_with_initialisers(upstream.model)
+        device, group = environment.device, environment.data
+        engine = rules.build(model, config, device=device, data_group=group, ds_document=ds_document)
+        assert engine is not None, "built"
         engine.create_optimizer_state()
         engine.train(True)
-        losses = objective(engine, rows_of(rows).to(engine.device))
+        rows = first_rows(upstream, config.batch.micro_rows)
+        losses = upstream.objective(engine, rows.to(engine.device))
         engine.backward((losses.sums / losses.counts.clamp(min=1)).sum(), last=True)
         engine.discard_gradients()
         ran = True

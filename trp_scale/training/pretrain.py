@@ -7,11 +7,13 @@ import logging
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from trp_scale.checkpoint import manager
 from trp_scale.checkpoint.document import CheckpointDocument, read_document
@@ -20,19 +22,20 @@ from trp_scale.checkpoint.manager import Content, EngineGroup
 from trp_scale.checkpoint.run_directory import adopt_unrecorded, check_settings, checkpoints, select, take_back
 from trp_scale.checkpoint.writer import CheckpointWriter
 from trp_scale.config import Config, RefusedError
-from trp_scale.config.checks import against_capturing, against_compiling, cautions, check_engine, engine_rules
 from trp_scale.config.flags import phase
-from trp_scale.config.loader import to_dict
+from trp_scale.config.loader import against_capturing, against_compiling, cautions, check_engine, to_dict
+from trp_scale.config.registry import engine_rules
 from trp_scale.config.run_flags import Arguments
 from trp_scale.config.schema import clean_text
+from trp_scale.core.engine import Engine
 from trp_scale.core.hooks import build_hooks
 from trp_scale.core.run import RunContext
 from trp_scale.distributed.environment import Environment
 from trp_scale.distributed.groups import check_shared_directory, on_every_rank, on_rank_zero
 from trp_scale.engines import captured, compiled, ds_config
-from trp_scale.engines.build import build_engine, build_second_engine
 from trp_scale.errors import ExitStatus
 from trp_scale.models.initialise import build_with_initialisers
+from trp_scale.models.tensor_plan import TensorPlan
 from trp_scale.pretraining.base import Upstream, build_upstream, set_length
 from trp_scale.training import micro_size, rundir
 from trp_scale.training.decisions import SpikeWatch, StepAgreement, build_best_tracker, require_same_settings
@@ -96,6 +99,29 @@ class Rollback(NamedTuple):
 
     cursors: dict[str, int]
     rollbacks: int
+
+
+OF_THE_FIRST = ("optimizer", "scheduler", "gradient_clipping")
+"""Keys of a DeepSpeed configuration that repeat the recipe's settings of the run's own optimizer."""
+
+
+def build_second_engine(name: str, module: nn.Module, config: Config, **settings: Any) -> Engine:
+    """Build a second engine of the same kind, for example for a masking network; `settings` as for EngineRules.build.
+    Its forwards read fp32 weights, unless DeepSpeed's file enables bf16.
+
+    Args:
+        module: module with the property `layers`, its sharding units.
+        config: the run's settings, with `optimizer` of this engine and a `batch` that gives its number of
+            micro-batches in DeepSpeed.
+    """
+    config = replace(config, training=replace(config.training, weights="fp32"))
+    if not hasattr(module, "tensor_plan"):  # small: each rank of a tensor group has the whole module and all tokens
+        module.tensor_plan = TensorPlan()  # type: ignore[assignment]
+        config = replace(config, megatron=replace(config.megatron, sequence_parallel=False))
+    if document := settings.get("ds_document"):
+        settings["ds_document"] = {key: value for key, value in document.items() if key not in OF_THE_FIRST}
+    engine: Engine = engine_rules(name).build(module, config, **settings)
+    return engine
 
 
 class Run:
@@ -214,7 +240,8 @@ class Run:
             "ds_document": document,
             "ds_path": path,
         }
-        self.engine = build_engine(self.engine_name, build_with_initialisers(self.upstream.model), config, **settings)
+        model = build_with_initialisers(self.upstream.model)
+        self.engine: Engine = engine_rules(self.engine_name).build(model, config, **settings)
         if self.upstream.weights_message:
             self.notices.append(self.upstream.weights_message)
         self.context = RunContext(

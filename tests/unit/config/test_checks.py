@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from trp_scale.config import Config, RefusedError
-from trp_scale.config.checks import against_compiling, cautions, check, check_engine
+from trp_scale.config.loader import against_compiling, cautions, check, check_engine
 from trp_scale.pretraining.pos_bert.settings import PosBertConfig
 
 

@@ -9,9 +9,8 @@ import pytest
 
 from tests.settings import changed
 from trp_scale.config import Config, RefusedError
-from trp_scale.config.checks import cautions, check
 from trp_scale.config.images import split_patches
-from trp_scale.config.loader import from_dict, load_recipe, to_dict
+from trp_scale.config.loader import cautions, check, from_dict, load_recipe, to_dict
 from trp_scale.config.registry import find
 from trp_scale.config.run_flags import parse
 

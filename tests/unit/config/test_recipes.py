@@ -14,8 +14,17 @@ from tests.unit.config import resolved as fixture
 from trp_scale.cli import main as cli
 from trp_scale.cli.training import recipes
 from trp_scale.config import RefusedError
-from trp_scale.config.checks import cautions, check
-from trp_scale.config.loader import data, known_recipes, list_recipes, load_recipe, resolve_recipe, summary, to_dict
+from trp_scale.config.loader import (
+    cautions,
+    check,
+    data,
+    known_recipes,
+    list_recipes,
+    load_recipe,
+    resolve_recipe,
+    summary,
+    to_dict,
+)
 from trp_scale.config.recipes import RECIPES
 from trp_scale.config.run_flags import parse
 

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from tests.fixtures import small_image_dataset
 from tests.runs import flags, image_flags, pretrain_here
 from tests.settings import changed
-from trp_scale.config.checks import against_compiling
-from trp_scale.config.loader import load_recipe
+from trp_scale.config.loader import against_compiling, load_recipe
 from trp_scale.core.batch import Batch, TaskLosses
 from trp_scale.core.run import task_losses
 from trp_scale.distributed.groups import ALONE, Group

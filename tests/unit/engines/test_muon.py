@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from trp_scale.config import OptimizerConfig
-from trp_scale.config.checks import engine_rules
 from trp_scale.config.loader import load_recipe
+from trp_scale.config.registry import engine_rules
 from trp_scale.engines.muon import MatrixPart, Muon, covering_parts, orthogonalize
 from trp_scale.engines.optimizer import block_matrices, build_optimizer, set_learning_rate
 

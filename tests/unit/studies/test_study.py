@@ -12,11 +12,10 @@ from tests.grids import always
 from trp_scale.cli.main import COMMANDS
 from trp_scale.cli.study import show
 from trp_scale.config import Config, TextModelConfig
-from trp_scale.config.checks import check
 from trp_scale.config.finetuning import FinetuneConfig, ImageTaskConfig
 from trp_scale.config.flags import read
 from trp_scale.config.images import ImagePretrainConfig
-from trp_scale.config.loader import load_recipe
+from trp_scale.config.loader import check, load_recipe
 from trp_scale.config.recipes import RECIPES
 from trp_scale.config.run_flags import parse, parse_run
 from trp_scale.evaluation.arguments import parse_evaluate, parse_probe

@@ -19,8 +19,8 @@ from tests.synthetic import LENGTH, VOCABULARY, Layout, batch, small_config, tra
 from trp_scale.checkpoint.format import read_full_state
 from trp_scale.checkpoint.run_directory import newest_complete
 from trp_scale.config import Config, RefusedError
-from trp_scale.config.checks import check
-from trp_scale.config.loader import from_dict, load_recipe
+from trp_scale.config.loader import check, from_dict, load_recipe
+from trp_scale.config.registry import EngineRules
 from trp_scale.config.run_flags import parse
 from trp_scale.core.batch import Batch
 from trp_scale.core.run import Objective
@@ -117,11 +117,11 @@ class Full(PlainEngine):
 def test_where_it_is_close_it_is_tried_and_steps_back(
     text_dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def build(name: str, module: torch.nn.Module, config: Config, **settings: Any) -> PlainEngine:
+    def build(rules: EngineRules, module: torch.nn.Module, config: Config, **settings: Any) -> PlainEngine:
         assert config.training.compile == "none", "graphs of a size that is only tried"
         return Full(module, config, device=settings["device"])
 
-    monkeypatch.setattr(micro_size, "build_engine", build)
+    monkeypatch.setattr(EngineRules, "build", build)
     config = settings(text_dataset, tmp_path)
     config.training.compile = "whole"
     free = counted(config).step_bytes(24)

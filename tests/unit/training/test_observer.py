@@ -17,7 +17,7 @@ from tests.grids import always
 from tests.runs import essence, flags, lines, pretrain_here
 from tests.unit.training.small_run import TASKS, record
 from trp_scale.config import Config, RefusedError
-from trp_scale.config.checks import check_engine
+from trp_scale.config.loader import check_engine
 from trp_scale.config.run_flags import parse
 from trp_scale.training.metrics import RunInfo, TaskRecord
 from trp_scale.training.observer import Observer, peak_flops, peak_memory_bytes

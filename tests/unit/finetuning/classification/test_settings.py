@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from trp_scale.config import RefusedError
-from trp_scale.config.checks import check
-from trp_scale.config.loader import load_recipe
+from trp_scale.config.loader import check, load_recipe
 from trp_scale.finetuning.classification.settings import ClassificationTaskConfig
 
 

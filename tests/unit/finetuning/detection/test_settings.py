@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.unit.finetuning.detection.small_sets import detection_config
-from trp_scale.config.checks import general_problems
+from trp_scale.config.loader import general_problems
 from trp_scale.finetuning.detection.settings import DetectionTaskConfig
 
 

@@ -8,8 +8,7 @@ import pytest
 
 from tests.settings import changed
 from trp_scale.config import Config, RefusedError
-from trp_scale.config.checks import cautions, check
-from trp_scale.config.loader import from_dict, load_recipe
+from trp_scale.config.loader import cautions, check, from_dict, load_recipe
 
 BASES = {
     "relative_coordinate": "adpe_vit_l",

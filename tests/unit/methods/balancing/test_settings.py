@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from trp_scale.config import Config, RefusedError
-from trp_scale.config.checks import cautions, check
+from trp_scale.config.loader import cautions, check
 from trp_scale.config.registry import make_settings
 from trp_scale.config.run_flags import parse
 from trp_scale.pretraining.pos_bert.settings import PosBertConfig

@@ -9,8 +9,7 @@ import pytest
 from tests.extending import forgetting
 from tests.settings import changed
 from trp_scale.config import RefusedError
-from trp_scale.config.checks import cautions, check
-from trp_scale.config.loader import from_dict, load_recipe, to_dict
+from trp_scale.config.loader import cautions, check, from_dict, load_recipe, to_dict
 from trp_scale.config.run_flags import parse
 
 
