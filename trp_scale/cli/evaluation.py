@@ -3,19 +3,15 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import tyro
 
+from trp_scale.cli.main import command, work_and_show
 from trp_scale.config.flags import ReadsRuns, read
-from trp_scale.config.registry import import_name
-from trp_scale.console import Shown
-from trp_scale.distributed.launchers import discover
-from trp_scale.errors import ExitStatus
 from trp_scale.evaluation.arguments import (
     CompareArguments,
     ExportArguments,
@@ -24,25 +20,6 @@ from trp_scale.evaluation.arguments import (
     parse_evaluate,
     parse_probe,
 )
-
-
-def show(result: Shown) -> int:
-    """Print a result on rank 0; return its exit status, 0 if it has none."""
-    if discover(os.environ).rank == 0:
-        result.show()
-    status: int = getattr(result, "status", ExitStatus.DONE)
-    return status
-
-
-def work_and_show(work: str, arguments: object) -> int:
-    """Import a function, "module:name", call it and show its result; return the exit status."""
-    return show(import_name(work)(arguments))
-
-
-def command(name: str, kind: type[Any], work: str) -> Callable[[Sequence[str]], int]:
-    """Return the function of a command: it reads the arguments `kind` and shows the result of `work`."""
-    return lambda argv: work_and_show(work, read(kind, argv, prog=f"trp-scale {name}"))
-
 
 report = command("report", ReportArguments, "trp_scale.evaluation.reports:report")
 compare = command("compare", CompareArguments, "trp_scale.evaluation.reports:compare")

@@ -9,13 +9,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stderr, redirect_stdout, suppress
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import trp_scale
-from trp_scale.config.flags import HELP, is_rank_zero_env
+from trp_scale.config.flags import HELP, is_rank_zero_env, read
+from trp_scale.config.registry import import_name
 from trp_scale.config.schema import clean_text
-from trp_scale.console import EscapedStream
-from trp_scale.distributed.launchers import FIRST_WORD_SECONDS, exit_process
+from trp_scale.console import EscapedStream, Shown
+from trp_scale.distributed.launchers import FIRST_WORD_SECONDS, discover, exit_process
 from trp_scale.distributed.stop import listen_early
 from trp_scale.errors import ExitStatus, RefusedError, exit_status_and_message, nearest
 
@@ -117,6 +118,24 @@ def run(command: Callable[[], int]) -> int:
         _wait_for_rank_0()
         print(f"error: {line}", file=sys.stderr, flush=True)
         return status
+
+
+def show(result: Shown) -> int:
+    """Print a result on rank 0; return its exit status, 0 if it has none."""
+    if discover(os.environ).rank == 0:
+        result.show()
+    status: int = getattr(result, "status", ExitStatus.DONE)
+    return status
+
+
+def work_and_show(work: str, arguments: object) -> int:
+    """Import a function, "module:name", call it and show its result; return the exit status."""
+    return show(import_name(work)(arguments))
+
+
+def command(name: str, kind: type[Any], work: str) -> Callable[[Sequence[str]], int]:
+    """Return the function of a command: it reads the arguments `kind` and shows the result of `work`."""
+    return lambda argv: work_and_show(work, read(kind, argv, prog=f"trp-scale {name}"))
 
 
 def _has_reader() -> bool:

@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from trp_scale.cli.evaluation import show, work_and_show
-from trp_scale.cli.main import run
+from trp_scale.cli.main import run, show, work_and_show
 from trp_scale.config.flags import Modules, TakesModules, is_rank_zero_env, phase, read
 from trp_scale.config.registry import check_settings, setting
 from trp_scale.errors import RefusedError

@@ -64,7 +64,7 @@ def glue_flags(root: Path, run_dir: Path, tasks: str, source: str, **changes: An
 
 def finetune_here(arguments: list[str]) -> int:
     """Run in this process; on shared ranks the process group is already there."""
-    from trp_scale.cli.evaluation import show
+    from trp_scale.cli.main import show
     from trp_scale.finetuning.arguments import parse_finetune
     from trp_scale.finetuning.finetune import finetune
 
