@@ -1,5 +1,5 @@
 """`training.compile`: torch.compile of a model, block by block or whole, and the count of its graphs.
-`training.activation_checkpointing`: recomputation of blocks in the backward pass.
+`training.activation_checkpointing`: recomputation of blocks in the backward pass. Choice of `training.capture`.
 
 `whole` compiles the objective with the model's forward pass on plain and ddp, from a batch's bytes to the tasks' sums.
 FSDP2 and DeepSpeed add work to the forward pass, so there it is the model alone.
@@ -25,13 +25,13 @@ from torch.utils._triton import has_triton
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from trp_scale.core.batch import Batch, TaskLosses
+from trp_scale.core.engine import EngineError
 from trp_scale.core.run import Objective
 from trp_scale.distributed.groups import Group
+from trp_scale.engines.captured import RECORDERS
 
 if TYPE_CHECKING:
     from trp_scale.engines.plain import PlainEngine
-
-Choice = tuple[Literal["none", "blocks"], str]
 
 MOST_GRAPHS = 64
 """Recompilation limit of a code object. torch's default is 8; `mlo_mae_tiny` in bf16 needs 11."""
@@ -43,7 +43,9 @@ NEEDLESS_WARNINGS = ("TensorFloat32 tensor cores", "\\s*Online softmax is disabl
 """Patterns of torch's warnings that need no action by the user; training.tf32 decides the first."""
 
 
-def choose(device: torch.device, zero_stage: int | None, reasons: Sequence[str], group: Group) -> Choice:
+def choose_compile(
+    device: torch.device, zero_stage: int | None, reasons: Sequence[str], group: Group
+) -> tuple[Literal["none", "blocks"], str]:
     """Resolve `training.compile: auto`, equally on all ranks; return it with the reason for the log. Collective.
 
     It compiles blocks, not the whole model: gradients are then reduced during the backward pass, and the start compiles
@@ -59,10 +61,39 @@ def choose(device: torch.device, zero_stage: int | None, reasons: Sequence[str],
         against.insert(0, f"the device is a {device.type.upper()}, where compilation takes minutes")
     elif not has_triton():
         against.insert(0, "torch finds no Triton for this GPU")
-    difference = next((first for first in group.gather_objects(against[:1]) if first), None)
-    if difference is not None:
-        return "none", f"not compiled: {difference[0]}"
+    if why := first_reason(against, group):
+        return "none", f"not compiled: {why}"
     return "blocks", "compiled block by block: the device is a GPU"
+
+
+def first_reason(reasons: Sequence[str], group: Group) -> str:
+    """Return the first reason of the first rank that has one, "" without reasons. Collective."""
+    return next((first[0] for first in group.gather_objects(reasons[:1]) if first), "")
+
+
+UNTRIED = "this was not run on a GPU yet; --training.capture on asks for it"
+"""Reason of `training.capture: auto` against capturing."""
+
+
+def choose_capture(
+    wanted: str, device: torch.device, reasons: list[str], group: Group
+) -> tuple[Literal["on", "off"], str]:
+    """Resolve `training.capture`, equally on all ranks; return it with a line for the log. Collective.
+
+    Args:
+        wanted: the setting.
+        reasons: reasons against it, from the settings.
+
+    Raises:
+        EngineError: it is on, and there is a reason against it.
+    """
+    against = reasons if device.type in RECORDERS else [f"the device is a {device.type.upper()}", *reasons]
+    why = first_reason(against, group)
+    if wanted == "on" and why:
+        raise EngineError(f"--training.capture is on, but {why}; allowed: auto, off")
+    if wanted == "on":
+        return "on", "micro-batches are captured in CUDA graphs"
+    return "off", f"micro-batches are not captured in CUDA graphs: {why or UNTRIED}"
 
 
 class Graphs:

@@ -79,6 +79,27 @@ class Pass:
         return float((self.flops @ np.array([1.0, rows])).sum())
 
 
+@dataclass(frozen=True, kw_only=True)
+class Collective:
+    """Identical collectives of a step.
+
+    Attributes:
+        kind, ranks, apart: as in Cluster.seconds.
+        size: bytes of the whole tensor.
+        phase: forward, backward (of each micro-batch), last (last backward pass of the accumulation), or update.
+        times: number of collectives.
+        hides: whether they overlap with arithmetic; tensor-parallel sums do not.
+    """
+
+    kind: str
+    size: int
+    phase: str
+    times: int = 1
+    ranks: int = 0
+    apart: int = 1
+    hides: bool = True
+
+
 class Counted:
     """Lazily computed counts of a run's model.
 
@@ -147,7 +168,7 @@ class Counted:
         part.over, part.tensor_sums = cache(part._share_of_rank), cache(part._tensor_sums)
         return part
 
-    def _tensor_sums(self, rows: int, rounded: bool) -> list[TensorSum]:
+    def _tensor_sums(self, rows: int, rounded: bool) -> list[Collective]:
         """Return the tensor-parallel sums of the passes over `rows` rows."""
         few, more = (self._note_saved(number, rounded=rounded) for number in FITTED)
         slopes = [(b.size - a.size) / (FITTED[1] - FITTED[0]) for a, b in zip(few, more, strict=True)]
@@ -212,7 +233,7 @@ class Counted:
         operations: list[Operation] = recorder.recorded
         return operations
 
-    def _note_saved(self, rows: int, *, rounded: bool) -> list[TensorSum]:
+    def _note_saved(self, rows: int, *, rounded: bool) -> list[Collective]:
         model = build_with_initialisers(self.outline.model)
         sums = watch(model)
         batch = self.outline.rows(rows)
@@ -237,31 +258,16 @@ NUMBER = 4
 """Bytes per number in the sums of losses."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class TensorSum:
-    """Message of a tensor-parallel group.
-
-    Attributes:
-        phase: forward or backward.
-        size: bytes.
-        kind: as in Collective.
-    """
-
-    phase: str
-    size: int
-    kind: str = "all-reduce"
-
-
 @dataclass(kw_only=True)
 class CountsSums(Cut):
     """Records the sums over ranks of a partitioned model. `noted`: sums of a forward pass and its backward pass, in
     forward order."""
 
-    noted: list[TensorSum] = field(default_factory=list)
+    noted: list[Collective] = field(default_factory=list)
     together: bool = False
 
     def note(self, phase: str, size: int, kind: str = "all-reduce") -> None:
-        self.noted.append(TensorSum(phase=phase, size=size, kind=kind))
+        self.noted.append(Collective(phase=phase, size=size, kind=kind))
 
     def project(self, tokens: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
         self.together = True

@@ -19,7 +19,7 @@ from trp_scale.config.loader import check_engine
 from trp_scale.engines.ddp import BUCKET_BYTES, ReducedParameter, cut_into_buckets
 from trp_scale.models.tensor_plan import declared_plan
 from trp_scale.planning.clusters import Cluster
-from trp_scale.planning.counting import Checkpointing, Counted, degrees
+from trp_scale.planning.counting import Checkpointing, Collective, Counted, degrees
 from trp_scale.training.micro_size import BESIDE_GRAPHS, WORKSPACE, static_gradient_bytes
 
 MASTER = 4
@@ -64,27 +64,6 @@ class Memory:
     def device(self) -> float:
         """Bytes on the GPU."""
         return float(sum(getattr(self, field_.name) for field_ in fields(self) if field_.name != "host"))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Collective:
-    """Identical collectives of a step.
-
-    Attributes:
-        kind, ranks, apart: as in Cluster.seconds.
-        size: bytes of the whole tensor.
-        phase: forward, backward (of each micro-batch), last (last backward pass of the accumulation), or update.
-        times: number of collectives.
-        hides: whether they overlap with arithmetic; tensor-parallel sums do not.
-    """
-
-    kind: str
-    size: int
-    phase: str
-    times: int = 1
-    ranks: int = 0
-    apart: int = 1
-    hides: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -436,9 +415,7 @@ class MegatronLayout(Layout):
             yield from norms(part if self.tensor == 1 else counted, ranks=ranks if shared else self.tensor)
         sums = part.tensor_sums(micro, self.rounded) if self.tensor > 1 else []
         for message, times in Counter(sums).items():
-            yield Collective(
-                kind=message.kind, size=message.size, phase=message.phase, times=times * accumulation, **inside
-            )
+            yield replace(message, times=times * accumulation, **inside)
         if self.split:
             yield Collective(kind="all-reduce", size=MASTER * counted.partial(part), phase="last", **inside)
         if data == 1:

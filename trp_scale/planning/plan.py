@@ -15,8 +15,8 @@ from trp_scale.config.registry import engine_rules, import_name, names
 from trp_scale.data.sources import check_partition
 from trp_scale.models.counting import TRAINING_OVER_FORWARD
 from trp_scale.planning.clusters import GPUS, Cluster, Gpu
-from trp_scale.planning.counting import SHARE_OF_MEMORY, Counted
-from trp_scale.planning.layouts import Collective, Layout, LayoutChoice, Memory, memory, traffic
+from trp_scale.planning.counting import SHARE_OF_MEMORY, Collective, Counted
+from trp_scale.planning.layouts import Layout, LayoutChoice, Memory, memory, traffic
 from trp_scale.training.micro_size import SURE, candidates
 
 ROWS_A_CORE = {"image": 700.0, "text": 3.2e6}

@@ -14,8 +14,8 @@ from trp_scale.config.files import read_object
 from trp_scale.engines import ds_config
 from trp_scale.engines.optimizer import decay_groups
 from trp_scale.planning.clusters import Cluster
-from trp_scale.planning.counting import Counted
-from trp_scale.planning.layouts import MASTER, Collective, Layout, LayoutChoice, norms
+from trp_scale.planning.counting import Collective, Counted
+from trp_scale.planning.layouts import MASTER, Layout, LayoutChoice, norms
 
 SHIPPED = Path(__file__).parents[1] / "launch_files" / "ds_configs"
 SHIPPED_FILES = ("zero1.json", "zero2.json", "zero3.json", "zero3_offload.json")
@@ -126,11 +126,11 @@ class DeepSpeedLayout(Layout):
         per parameter group."""
         named = ((name, tensor) for name, tensor in counted.model.named_parameters() if tensor.requires_grad)
         groups = [group["params"] for group in decay_groups(named, 1.0)]
-        owners = _Owners(groups, ranks)
+        owned = _owned_parts(groups, ranks)
         for bucket in in_buckets(counted.model, self.number("reduce_bucket_size")):
             parts: dict[int, int] = {}
             for parameter in bucket:
-                for rank, size in owners.of(parameter):
+                for rank, size in owned[id(parameter)]:
                     parts[rank] = parts.get(rank, 0) + size
             for size in parts.values():
                 if self.stage == 1:
@@ -200,23 +200,17 @@ def in_buckets(model: nn.Module, limit: int) -> Iterator[list[nn.Parameter]]:
         yield bucket
 
 
-class _Owners:
-    """Owners of parameter parts: each group is one flat tensor, split into equal parts."""
-
-    def __init__(self, groups: Sequence[Sequence[nn.Parameter]], ranks: int) -> None:
-        self.places: dict[int, tuple[int, int]] = {}  # offset of a parameter in its group, and the size of a part
-        for group in groups:
-            share = -(-sum(parameter.numel() for parameter in group) // ranks)
-            start = 0
-            for parameter in group:
-                self.places[id(parameter)] = (start, share)
-                start += parameter.numel()
-
-    def of(self, parameter: nn.Parameter) -> Iterator[tuple[int, int]]:
-        """Yield (rank, numbers) of each part."""
-        start, share = self.places[id(parameter)]
-        stop = start + parameter.numel()
-        while start < stop:
-            end = min(stop, (start // share + 1) * share)
-            yield start // share, end - start
-            start = end
+def _owned_parts(groups: Sequence[Sequence[nn.Parameter]], ranks: int) -> dict[int, list[tuple[int, int]]]:
+    """Return (rank, numbers) of the parts of each parameter, by its id: each group is one flat tensor, split into equal
+    parts."""
+    parts: dict[int, list[tuple[int, int]]] = {}
+    for group in groups:
+        share = -(-sum(parameter.numel() for parameter in group) // ranks)
+        start = 0
+        for parameter in group:
+            stop = start + parameter.numel()
+            while start < stop:
+                end = min(stop, (start // share + 1) * share)
+                parts.setdefault(id(parameter), []).append((start // share, end - start))
+                start = end
+    return parts

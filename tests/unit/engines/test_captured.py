@@ -22,7 +22,8 @@ from trp_scale.core.batch import Batch, Extra, TaskLosses
 from trp_scale.core.engine import EngineError
 from trp_scale.core.run import task_losses
 from trp_scale.distributed.groups import ALONE
-from trp_scale.engines.captured import RECORDERS, Captured, CudaGraphs, Replay, choose
+from trp_scale.engines.captured import RECORDERS, Captured, CudaGraphs, Replay
+from trp_scale.engines.compiled import choose_capture
 from trp_scale.engines.fsdp import FsdpEngine
 from trp_scale.engines.plain import PlainEngine
 from trp_scale.pretraining.pos_bert.settings import PosBertConfig
@@ -337,12 +338,12 @@ def test_losses_without_a_backward_pass_are_refused() -> None:
 
 
 def test_choice() -> None:
-    assert choose("on", CPU, [], ALONE)[0] == "on"
-    assert choose("auto", CPU, [], ALONE)[0] == "off"
-    assert choose("off", CPU, [], ALONE)[0] == "off"
-    value, why = choose("auto", CPU, ["a reason", "another"], ALONE)
+    assert choose_capture("on", CPU, [], ALONE)[0] == "on"
+    assert choose_capture("auto", CPU, [], ALONE)[0] == "off"
+    assert choose_capture("off", CPU, [], ALONE)[0] == "off"
+    value, why = choose_capture("auto", CPU, ["a reason", "another"], ALONE)
     assert value == "off" and "a reason" in why
     with pytest.raises(EngineError, match="a reason"):
-        choose("on", CPU, ["a reason"], ALONE)
+        choose_capture("on", CPU, ["a reason"], ALONE)
     with pytest.raises(EngineError, match="META"):
-        choose("on", torch.device("meta"), [], ALONE)
+        choose_capture("on", torch.device("meta"), [], ALONE)

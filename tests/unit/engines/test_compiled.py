@@ -351,14 +351,14 @@ def test_what_auto_is(
     why: str,
 ) -> None:
     monkeypatch.setattr(compiled, "has_triton", lambda: triton)
-    chosen, said = compiled.choose(device, stage, reasons, ALONE)
+    chosen, said = compiled.choose_compile(device, stage, reasons, ALONE)
     assert chosen == how and said.startswith(why)
 
 
 def test_all_ranks_choose_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled, "has_triton", lambda: True)
     monkeypatch.setattr(Group, "gather_objects", lambda self, own: [own, ["another rank lacks it"]])
-    assert compiled.choose(GPU, None, [], Group("world", rank=0, size=2)) == (
+    assert compiled.choose_compile(GPU, None, [], Group("world", rank=0, size=2)) == (
         "none",
         "not compiled: another rank lacks it",
     )

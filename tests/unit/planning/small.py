@@ -12,7 +12,7 @@ from torch import nn
 from trp_scale.config import Config, MegatronConfig
 from trp_scale.config.loader import load_recipe
 from trp_scale.planning.clusters import GPUS, Cluster
-from trp_scale.planning.counting import Counted, TensorSum
+from trp_scale.planning.counting import Collective, Counted
 from trp_scale.planning.layouts import LayoutChoice
 from trp_scale.planning.plan import ClusterPlan, make_plans
 from trp_scale.pretraining.base import DataFacts
@@ -46,7 +46,9 @@ def half(blocks: int) -> Any:
         moments=2 * (20 + 10 * blocks),
         saved=lambda how, rounded: Need(fixed=400, row=6),
         tensor_sums=lambda rows, rounded: [
-            TensorSum(phase=phase, size=8 * rows) for phase in ("forward", "backward") for _ in range(blocks)
+            Collective(kind="all-reduce", phase=phase, size=8 * rows)
+            for phase in ("forward", "backward")
+            for _ in range(blocks)
         ],
     )
 

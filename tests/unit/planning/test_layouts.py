@@ -6,8 +6,8 @@ import pytest
 
 from tests.settings import changed
 from tests.unit.planning.small import counted
+from trp_scale.planning.counting import Collective
 from trp_scale.planning.layouts import (
-    Collective,
     DdpLayout,
     FsdpLayout,
     Layout,
