@@ -10,7 +10,7 @@ from trp_scale.config import RefusedError
 from trp_scale.config.finetuning import DownstreamConfig, FinetuneConfig
 from trp_scale.config.loader import from_dict, known_recipes, load_recipe, to_dict
 from trp_scale.config.registry import component, find, names
-from trp_scale.config.run_flags import parse_run, refuse_settings_of_others
+from trp_scale.config.run_flags import parse_run
 from trp_scale.finetuning.arguments import FinetuneArguments
 from trp_scale.finetuning.dense.settings import DepthTaskConfig
 
@@ -43,37 +43,6 @@ def test_the_tasks_of_the_package_and_their_recipes() -> None:
     assert set(SECTIONS) <= set(names("task"))
     found = {load_recipe(name).downstream.kind for name in known_recipes(FinetuneConfig)}  # type: ignore[attr-defined]
     assert found == set(SECTIONS)
-
-
-@pytest.mark.parametrize(
-    ("recipe", "flag", "words"),
-    [
-        ("glue_tiny", "--detection.width=8", "a setting of downstream.kind detection; this run's is glue"),
-        ("detection_tiny", "--downstream.padding=none", "a setting of downstream.kind glue; this run's is detection"),
-        ("segmentation_tiny", "--dense.max_depth=3", "a setting of downstream.kind depth; this run's is segmentation"),
-        ("depth_tiny", "--dense.ignored=3", "a setting of downstream.kind segmentation; this run's is depth"),
-        ("depth_tiny", "--augmentation.mixup=1", "a setting of downstream.kind classification; this run's is depth"),
-    ],
-)
-def test_a_setting_of_another_task_is_refused(recipe: str, flag: str, words: str) -> None:
-    with pytest.raises(RefusedError, match=words):
-        parsed("--recipe", recipe, flag)
-    section, _, name = flag.removeprefix("--").partition("=")[0].partition(".")
-    document = to_dict(load_recipe(recipe))
-    document[section] = {**document.get(section, {}), name: 1}
-    with pytest.raises(RefusedError, match=r"a (setting|section) of downstream\.kind"):
-        from_dict(document)
-
-
-def test_a_setting_of_pre_training_is_refused_with_the_upstreams_that_have_it_and_a_task_s_with_the_tasks() -> None:
-    for recipe, flag, words in (
-        ("glue_tiny", "--masking.ratio", "a setting of runs of trp-scale pretrain (upstream mae, pos_bert) alone"),
-        ("glue_tiny", "--multilevel.unroll", "a setting of runs of trp-scale pretrain (upstream mae) alone"),
-        ("pos_bert_tiny", "--dense.region", "a setting of runs of trp-scale finetune (downstream.kind depth"),
-    ):
-        with pytest.raises(RefusedError) as caught:
-            refuse_settings_of_others([flag.removeprefix("--")], load_recipe(recipe))
-        assert str(caught.value).startswith(f"{flag}: {words}")
 
 
 def test_an_unknown_task_is_refused() -> None:

@@ -9,7 +9,7 @@ import pytest
 from tests.settings import changed
 from trp_scale.config import Config, RefusedError
 from trp_scale.config.images import PatchSplit, split_patches
-from trp_scale.config.loader import cautions, check, from_dict, load_recipe, to_dict
+from trp_scale.config.loader import cautions, check, load_recipe
 from trp_scale.config.run_flags import parse
 
 
@@ -96,30 +96,6 @@ def test_a_setting_that_nobody_reads_is_cautioned_of(recipe: str, changes: dict[
     assert cautions(load_recipe(recipe)) == []
     (caution,) = cautions(changed(load_recipe(recipe), **changes))
     assert flag in caution and "has no effect" in caution
-
-
-@pytest.mark.parametrize(
-    ("recipe", "section", "key", "owners"),
-    [
-        ("mae_vit_b", "model", "dropout", "pos_bert"),
-        ("mae_vit_b", "objective", "reduction", "mm_mae"),
-        ("mae_vit_b", "modalities", "inputs", "mm_mae"),
-        ("mm_mae_tiny", "vision", "tokens", "mae"),
-        ("mm_mae_tiny", "masking", "ratio", "mae, pos_bert"),
-        ("pos_bert_tiny", "vision", "patch_size", "mae, mm_mae"),
-        ("pos_bert_tiny", "adversary", "eps", "mae, mm_mae"),
-    ],
-)
-def test_a_setting_of_another_upstream_is_refused(recipe: str, section: str, key: str, owners: str) -> None:
-    """In a recipe and as a flag, with the upstreams that have it."""
-    document = to_dict(load_recipe(recipe))
-    there, words = section in document, f"of upstream {owners}; this run's is {document['upstream']}"
-    document[section] = {**document.get(section, {}), key: 1}
-    with pytest.raises(RefusedError, match=r"has 1 wrong setting\(s\)") as caught:
-        from_dict(document)
-    assert (f"{section}.{key}: a setting {words}" if there else f"{section}: a section {words}") in str(caught.value)
-    with pytest.raises(RefusedError, match=f"--{section}.{key}: a setting {words}"):
-        parse(["--recipe", recipe, "--data.path", "x", f"--{section}.{key}", "1"])
 
 
 ABSOLUTE = ["--vision.positions", "absolute", "--adversary.where", "encoder"]

@@ -1,16 +1,30 @@
-"""Recipes: YAML 1.2 values, refusals that name what is wrong, and the way to a dictionary and back."""
+"""Recipes: YAML 1.2 values, refusals that name what is wrong, and the way to a dictionary and back. Cross-field checks:
+each names the flag, what was found and what is allowed."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from trp_scale.config import RefusedError
-from trp_scale.config.loader import dump, from_dict, known_recipes, load_recipe, to_dict
+from trp_scale.config import Config, RefusedError
+from trp_scale.config.finetuning import FinetuneConfig
+from trp_scale.config.loader import (
+    against_compiling,
+    cautions,
+    check,
+    check_engine,
+    dump,
+    from_dict,
+    known_recipes,
+    load_recipe,
+    to_dict,
+)
 from trp_scale.config.registry import make_settings
+from trp_scale.config.run_flags import refuse_settings_of_others
 from trp_scale.pretraining.pos_bert.settings import PosBertConfig
 
 
@@ -129,3 +143,149 @@ def test_the_papers_recipes_are_tables_4_of_trp() -> None:
 def test_an_unknown_upstream_is_refused_with_the_nearest(tmp_path: Path) -> None:
     with pytest.raises(RefusedError, match=r"upstream is 'mea': no such upstream; did you mean mae\?"):
         load_recipe(write(tmp_path, "upstream: mea\n"))
+
+
+def config(**changes: object) -> Config:
+    """A valid configuration with `section__field=value` changes."""
+    made = PosBertConfig()
+    made.data.path = "data"
+    for name, value in changes.items():
+        section, field = name.split("__")
+        assert hasattr(getattr(made, section), field)
+        setattr(getattr(made, section), field, value)
+    return made
+
+
+def test_the_defaults_pass_and_give_no_caution() -> None:
+    check(config())
+    assert cautions(config()) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"model__heads": 7}, "--model.heads is 7 and does not divide --model.hidden_size 768"),
+        ({"batch__micro_size": 96}, "--batch.micro_size is 96 and does not divide --batch.global_size 256"),
+        ({"data__path": ""}, "--data.path is empty"),
+        ({"model__dropout": 1.0}, "--model.dropout is 1.0, allowed: from 0 to below 1"),
+        ({"model__layers": 0}, "--model.layers is 0, allowed: 1 or more"),
+        ({"masking__ratio": 0.0}, "--masking.ratio is 0.0, allowed: more than 0"),
+        ({"optimizer__lr": float("nan")}, "--optimizer.lr is nan"),
+        ({"optimizer__lr": float("inf")}, "--optimizer.lr is inf"),
+        ({"optimizer__min_lr": 1.0}, "--optimizer.min_lr is 1.0, allowed: at most --optimizer.lr 0.0002"),
+        ({"validation__every": 5, "data__validation_fraction": 0.0}, "nothing is held out"),
+        ({"fsdp__offload_directory": "/d"}, "--fsdp.offload_directory /d needs --fsdp.offload"),
+    ],
+)
+def test_a_setting_that_no_run_can_have_is_refused(changes: dict[str, object], expected: str) -> None:
+    with pytest.raises(RefusedError) as caught:
+        check(config(**changes))
+    assert expected in str(caught.value)
+    assert "1 setting(s)" in str(caught.value)
+
+
+def test_all_mistakes_are_listed_at_once() -> None:
+    with pytest.raises(RefusedError) as caught:
+        check(config(model__heads=7, batch__micro_size=0, optimizer__lr=-1.0))
+    assert "3 setting(s)" in str(caught.value)
+    assert all(flag in str(caught.value) for flag in ("--model.heads", "--batch.micro_size", "--optimizer.lr"))
+
+
+def test_what_is_rarely_meant_is_allowed_with_a_caution() -> None:
+    check(config(training__steps=100))
+    (caution,) = cautions(config(training__steps=100))
+    assert "--optimizer.warmup_steps 10000" in caution
+
+
+def test_what_speaks_against_compiling_is_named_by_its_setting() -> None:
+    assert against_compiling(config()) == []
+    (reason,) = against_compiling(config(training__activation_checkpointing="selective"))
+    assert reason.startswith("--training.activation_checkpointing selective ")
+
+
+def test_settings_of_fsdp_are_refused_on_another_engine() -> None:
+    sharded = config(fsdp__shard_ranks=8)
+    check_engine(sharded, "fsdp", gpu=False)
+    with pytest.raises(RefusedError, match=r"--fsdp\.shard_ranks is 8 .*--engine fsdp"):
+        check_engine(sharded, "ddp", gpu=False)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, "--hooks is gradient_noise_scale, not tested with split matrices; allowed: weight_average"),
+        ({"training__compile": "whole"}, "--training.compile is whole"),
+        ({"training__activation_checkpointing": "full"}, "--training.activation_checkpointing is full"),
+        ({"batch__micro_size": "auto"}, "--batch.micro_size is auto"),
+        (
+            {"megatron__tensor_parallel": 1, "megatron__sequence_parallel": True},
+            "--megatron.sequence_parallel needs tensor parallelism, --megatron.tensor_parallel is 1",
+        ),
+    ],
+)
+def test_what_tensor_parallel_runs_do_not_have_is_refused(changes: dict[str, object], expected: str) -> None:
+    fine = {"megatron__tensor_parallel": 2, "training__precision": "fp32", "batch__micro_size": 2}
+    check_engine(config(**fine), "megatron", gpu=False)
+    with pytest.raises(RefusedError) as caught:
+        wrong = config(**{**fine, **changes})
+        wrong.hooks = ["weight_average", *([] if changes else ["gradient_noise_scale"])]
+        check_engine(wrong, "megatron", gpu=False)
+    assert expected in str(caught.value)
+    with pytest.raises(RefusedError, match=r"--megatron\.tensor_parallel is 2"):
+        check_engine(config(**fine), "ddp", gpu=False)
+
+
+def test_fp16_needs_deepspeed_and_a_gpu() -> None:
+    half = config(training__precision="fp16")
+    for engine, gpu, expected in (("fsdp", True, "--engine is fsdp"), ("deepspeed", False, "needs a GPU")):
+        with pytest.raises(RefusedError, match=expected):
+            check_engine(half, engine, gpu=gpu)
+    check_engine(half, "deepspeed", gpu=True)
+    check_engine(config(training__precision="bf16"), "plain", gpu=False)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "setting", "owners"),
+    [
+        ("glue_tiny", "detection.width", "detection"),
+        ("detection_tiny", "downstream.padding", "glue"),
+        ("segmentation_tiny", "dense.max_depth", "depth"),
+        ("depth_tiny", "dense.ignored", "segmentation"),
+        ("depth_tiny", "augmentation.mixup", "classification"),
+        ("mae_vit_b", "model.dropout", "pos_bert"),
+        ("mae_vit_b", "objective.reduction", "mm_mae"),
+        ("mae_vit_b", "modalities.inputs", "mm_mae"),
+        ("mm_mae_tiny", "vision.tokens", "mae"),
+        ("mm_mae_tiny", "masking.ratio", "mae, pos_bert"),
+        ("mm_mae_tiny", "multilevel.kind", "mae"),
+        ("pos_bert_tiny", "vision.patch_size", "mae, mm_mae"),
+        ("pos_bert_tiny", "adversary.eps", "mae, mm_mae"),
+        ("pos_bert_tiny", "multilevel.kind", "mae"),
+    ],
+)
+def test_a_setting_of_another_run_is_refused_with_its_owners(recipe: str, setting: str, owners: str) -> None:
+    """In a recipe and as a flag, with the upstreams or tasks that have it."""
+    settings, section, key = load_recipe(recipe), *setting.split(".")
+    document: dict[str, Any] = to_dict(settings)
+    kind, run = "upstream", document.get("upstream")
+    if isinstance(settings, FinetuneConfig):
+        kind, run = "downstream.kind", settings.downstream.kind
+    words = f"of {kind} {owners}; this run's is {run}"
+    wrong = f"{setting}: a setting {words}" if section in document else f"{section}: a section {words}"
+    document[section] = {**document.get(section, {}), key: 1}
+    with pytest.raises(RefusedError, match=r"has 1 wrong setting\(s\)") as caught:
+        from_dict(document)
+    assert wrong in str(caught.value)
+    with pytest.raises(RefusedError, match=f"^--{setting}: a setting {words}"):
+        refuse_settings_of_others([setting], settings)
+
+
+def test_a_setting_of_the_other_command_is_refused_with_the_runs_that_have_it() -> None:
+    for recipe, flag, words in (
+        ("glue_tiny", "masking.ratio", "a setting of runs of trp-scale pretrain (upstream mae, pos_bert) alone"),
+        ("glue_tiny", "multilevel.unroll", "a setting of runs of trp-scale pretrain (upstream mae) alone"),
+        ("pos_bert_tiny", "dense.region", "a setting of runs of trp-scale finetune (downstream.kind depth"),
+    ):
+        with pytest.raises(RefusedError) as caught:
+            refuse_settings_of_others([flag], load_recipe(recipe))
+        assert str(caught.value).startswith(f"--{flag}: {words}")

@@ -118,15 +118,6 @@ def test_what_no_run_can_have_is_refused(changes: dict[str, Any], expected: str)
     assert expected in problem(**changes)
 
 
-@pytest.mark.parametrize("recipe", ["pos_bert_tiny", "mm_mae_tiny"])
-def test_masks_are_learned_for_masked_autoencoders_of_images_alone(recipe: str) -> None:
-    document = to_dict(load_recipe(recipe))
-    document["data"]["path"] = "data"
-    document["multilevel"] = {"kind": "head"}
-    with pytest.raises(RefusedError, match=r"multilevel: .* upstream mae;"):
-        from_dict(document)
-
-
 @pytest.mark.parametrize(
     "changes",
     [

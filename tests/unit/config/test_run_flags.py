@@ -116,6 +116,7 @@ def test_ranks_other_than_the_first_are_quiet(
         ([*TINY, "--ds_config", "nowhere.json"], "--ds_config nowhere.json"),
         ([*TINY, "--ds_config", __file__, "--engine", "fsdp"], "is for DeepSpeed, but --engine is fsdp"),
         ([*TINY, "--resume", "nowhere"], "--resume nowhere: "),
+        ([*TINY, "--vision.patch_size", "1"], "--vision.patch_size: a setting of upstream mae, mm_mae; this run's is "),
     ],
 )
 def test_flags_that_cannot_be_are_refused(argv: list[str], expected: str) -> None:
