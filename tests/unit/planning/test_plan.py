@@ -1,4 +1,4 @@
-"""Which layouts fit, in which order they come, and what is refused."""
+"""Which layouts fit, in which order they come, what is refused, and the seconds of the parts of a step."""
 
 from __future__ import annotations
 
@@ -20,6 +20,14 @@ from trp_scale.pretraining.base import DataFacts
 
 SMALL = replace(H100, name="small", memory=3 * 2**30)
 """So little that micro-batches and layouts matter to a tiny model."""
+
+
+@pytest.fixture(scope="module")
+def counted() -> Counted:
+    config = load_recipe("pos_bert_tiny")
+    config.batch.global_size, config.batch.micro_size, config.training.precision = 4096, "auto", "bf16"
+    config.data.path = "(none)"
+    return Counted(config, DataFacts(length=64, vocabulary=8000))
 
 
 def test_the_fastest_layout_comes_first(counted: Counted) -> None:
@@ -150,3 +158,35 @@ def test_fsdp_is_planned_with_one_copy_and_with_one_on_each_node() -> None:
 def test_a_disk_is_not_planned() -> None:
     with pytest.raises(RefusedError, match=r"--fsdp.offload_directory /local: .*allowed in a plan: --fsdp.offload wi"):
         fsdp_on(8, offload=True, offload_directory="/local")
+
+
+def test_ranks_of_more_nodes_wait_longer_for_the_slowest(counted: Counted) -> None:
+    for nodes, doublings in ((1, 0), (16, 4)):
+        plan = make_plans(counted, Cluster(gpu=H100, gpus=8 * nodes), LayoutChoice(engine="ddp"))[0]
+        assert plan.step is not None
+        step = plan.step
+        assert step.waiting == pytest.approx(0.015 * doublings * (step.compute + step.update + step.exposed))
+        assert step.seconds >= step.compute + step.update + step.exposed + step.waiting
+
+
+def test_sums_over_ranks_that_share_matrices_hide_behind_nothing() -> None:
+    counted, cluster = of_four_heads(tensor_parallel=2), Cluster(gpu=H100, gpus=2)
+    counted.config.batch.micro_size = 4096
+    (plan,) = make_plans(counted, cluster, LayoutChoice(engine="megatron"))
+    assert plan.step is not None and plan.accumulation == 1
+    late = [each for each in plan.messages if each.phase != "start"]
+    assert {each.ranks for each in late} == {2}
+    assert plan.step.exposed == pytest.approx(sum(each.times * cluster.seconds(each.kind, each.size) for each in late))
+
+
+def test_an_offloaded_update_takes_the_hosts_cores_and_the_link() -> None:
+    """An eighth of the parameters: 10^9 a second updated, and 20 GB/s for their gradients and, for both passes of each
+    micro-batch, their weights."""
+    (plan,) = fsdp_on(8, offload=True)
+    (kept,) = fsdp_on(8)
+    assert plan.step is not None and kept.step is not None
+    own = kept.memory.weights / 4
+    expected = own / 1e9 + own * 4 * (2 * plan.accumulation + 1) / 20e9
+    assert plan.step.update == pytest.approx(expected)
+    assert plan.memory.weights == 0 and plan.memory.host == pytest.approx(16 * own)
+    assert plan.command("R").endswith("--fsdp.offload True --data.path DATA")
