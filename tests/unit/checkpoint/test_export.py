@@ -1,5 +1,5 @@
-"""An exported checkpoint is transformers' model, number for number. Its README.md has front matter of the Hub, the figures
-of the run, and code that loads the model."""
+"""An exported checkpoint is transformers' model, number for number; its README.md has the front matter of the Hub, the
+figures of the run, and code that loads the model."""
 
 from __future__ import annotations
 

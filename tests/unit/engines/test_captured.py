@@ -131,13 +131,8 @@ def test_gradients_of_a_window(deep: tuple[bool, ...]) -> None:
         assert_equal_gradients(engine, eager)
         for each in (eager, engine):
             each.discard_gradients()
-    assert engine.captured_graphs is not None and (
-        engine.captured_graphs.replays,
-        engine.captured_graphs.uncaptured,
-    ) == (
-        4,
-        0,
-    )
+    graphs = engine.captured_graphs
+    assert graphs is not None and (graphs.replays, graphs.uncaptured) == (4, 0)
 
 
 def test_a_window_with_an_uncaptured_micro_batch() -> None:
@@ -148,14 +143,9 @@ def test_a_window_with_an_uncaptured_micro_batch() -> None:
         for each in (eager, engine):
             backward(each, objective, batch(rows, rows=rows))
     assert_equal_gradients(engine, eager)
-    assert engine.captured_graphs is not None and (
-        engine.captured_graphs.replays,
-        engine.captured_graphs.uncaptured,
-    ) == (
-        2,
-        2,
-    )
-    assert len(engine.captured_graphs.notices) == 1 and "inputs [2, 4]" in engine.captured_graphs.notices[0]
+    graphs = engine.captured_graphs
+    assert graphs is not None and (graphs.replays, graphs.uncaptured) == (2, 2)
+    assert len(graphs.notices) == 1 and "inputs [2, 4]" in graphs.notices[0]
 
 
 def test_the_gradient_of_an_extra() -> None:

@@ -1,5 +1,5 @@
-"""What is counted of a model without content is what the model made whole has and does; a part of it on one rank, and what
-the rank sums with others, are what can be written down."""
+"""What is counted of a model without content is what the model made whole has and does; a part of it on one rank, and
+what the rank sums with others, are what can be written down."""
 
 from __future__ import annotations
 

@@ -6,7 +6,8 @@ from __future__ import annotations
 import gc
 import itertools
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -214,34 +215,31 @@ def test_warm_up_rises_in_equal_parts_from_its_first_step_to_the_full_rate(sched
     assert found[9] == pytest.approx(PEAK, rel=1e-12) and max(found) <= PEAK * (1 + 1e-12)
 
 
-@pytest.mark.parametrize(("schedule", "theirs"), [("linear", linear_with_warmup), ("cosine", cosine_with_warmup)])
-@pytest.mark.parametrize("warmup", [0, 1, 10, 98])
-def test_decay_equals_transformers_schedule(schedule: str, theirs: Any, warmup: int) -> None:
+def rates_of(build: Callable[[torch.optim.Optimizer], Any]) -> list[float]:
+    """The rates of another library's schedule, over 100 steps."""
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=PEAK)
-    scheduler = theirs(optimizer, warmup, 100)
+    scheduler = build(optimizer)
     expected = []
     for _ in range(100):
         expected.append(optimizer.param_groups[0]["lr"])
         optimizer.step()
         scheduler.step()
-    assert rates(100, schedule=schedule, warmup_steps=warmup, min_lr=0.0)[warmup:] == pytest.approx(
-        expected[warmup:], rel=1e-9
-    )
+    return expected
+
+
+@pytest.mark.parametrize(("schedule", "theirs"), [("linear", linear_with_warmup), ("cosine", cosine_with_warmup)])
+@pytest.mark.parametrize("warmup", [0, 1, 10, 98])
+def test_decay_equals_transformers_schedule(schedule: str, theirs: Any, warmup: int) -> None:
+    expected = rates_of(lambda optimizer: theirs(optimizer, warmup, 100))[warmup:]
+    ours = rates(100, schedule=schedule, warmup_steps=warmup, min_lr=0.0)
+    assert ours[warmup:] == pytest.approx(expected, rel=1e-9)
 
 
 @pytest.mark.parametrize(("warmup", "decay"), [(0, 100), (10, 30), (10, 90), (98, 1)])
 def test_wsd_equals_transformers_schedule(warmup: int, decay: int) -> None:
-    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=PEAK)
-    scheduler = wsd_with_warmup(
-        optimizer, num_warmup_steps=warmup, num_decay_steps=decay, num_training_steps=100, decay_type="1-sqrt"
-    )
-    expected = []
-    for _ in range(100):
-        expected.append(optimizer.param_groups[0]["lr"])
-        optimizer.step()
-        scheduler.step()
+    expected = rates_of(lambda optimizer: wsd_with_warmup(optimizer, warmup, decay, 100, decay_type="1-sqrt"))[warmup:]
     ours = rates(100, schedule="wsd", warmup_steps=warmup, decay_steps=decay, min_lr=0.0)
-    assert ours[warmup:] == pytest.approx(expected[warmup:], rel=1e-9)
+    assert ours[warmup:] == pytest.approx(expected, rel=1e-9)
 
 
 @pytest.mark.parametrize("schedule", ["linear", "cosine"])
@@ -255,13 +253,7 @@ def test_decay_of_earlier_versions_reaches_the_least_rate_at_the_last_step(sched
 
 @pytest.mark.parametrize(("warmup", "milestones"), [(0, [1, 2]), (10, [10, 60]), (10, [30, 31, 99]), (98, [99])])
 def test_multistep_equals_torchs_schedule(warmup: int, milestones: list[int]) -> None:
-    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=PEAK)
-    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, milestones, gamma=0.3)
-    expected = []
-    for _ in range(100):
-        expected.append(optimizer.param_groups[0]["lr"])
-        optimizer.step()
-        scheduler.step()
+    expected = rates_of(partial(torch.optim.lr_scheduler.MultiStepLR, milestones=milestones, gamma=0.3))
     settings: dict[str, Any] = {"schedule": "multistep", "milestones": milestones, "milestone_factor": 0.3}
     ours = rates(100, warmup_steps=warmup, min_lr=0.0, **settings)
     assert ours[warmup:] == pytest.approx(expected[warmup:], rel=1e-12)
