@@ -134,17 +134,10 @@ def test_a_model_that_differs_is_refused_tensor_by_tensor(tmp_path: Path) -> Non
     assert "bias" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("parts", "said"),
-    [
-        ([(0, 4, 0), (6, 13, 0)], "bias: elements 4:6 of 13 are in no piece"),
-        ([(0, 4, 0), (2, 13, 0)], "bias: elements 2:4 of 13 are in more than one piece"),
-        ([(0, 9, 0)], "bias: elements 9:13 of 13 are in no piece"),
-    ],
-)
-def test_an_engine_that_leaves_out_or_repeats_elements_cannot_save(tmp_path: Path, parts: Any, said: str) -> None:
-    engine = FakeEngine(0, {**ONE, "bias": parts}, whole_state(0))
-    with pytest.raises(RankError, match=said):
+def test_an_engine_that_leaves_out_elements_cannot_save(tmp_path: Path) -> None:
+    """test_format.py has all gaps and overlaps."""
+    engine = FakeEngine(0, {**ONE, "bias": [(0, 4, 0), (6, 13, 0)]}, whole_state(0))
+    with pytest.raises(RankError, match="bias: elements 4:6 of 13 are in no piece"):
         save_step(tmp_path, 1, engine=engine)
     assert checkpoints(tmp_path) == []
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -78,16 +79,12 @@ def test_a_process_of_its_own() -> None:
     assert RankInfo().world == 1
 
 
-def test_torchrun() -> None:
-    assert discover(TORCHRUN) == RankInfo(
-        rank=5, world=8, local_rank=1, local_world=4, master_addr="node1", master_port=29400, launcher="torchrun"
-    )
-
-
-def test_deepspeed() -> None:
-    assert discover(DEEPSPEED) == RankInfo(
-        rank=5, world=8, local_rank=1, local_world=4, master_addr="node1", master_port=29500, launcher="deepspeed"
-    )
+@pytest.mark.parametrize(
+    ("environ", "launcher", "port"), [(TORCHRUN, "torchrun", 29400), (DEEPSPEED, "deepspeed", 29500)]
+)
+def test_torchrun_and_deepspeed(environ: dict[str, str], launcher: Any, port: int) -> None:
+    place: dict[str, Any] = {"rank": 5, "world": 8, "local_rank": 1, "local_world": 4, "master_addr": "node1"}
+    assert discover(environ) == RankInfo(**place, master_port=port, launcher=launcher)
 
 
 def test_srun() -> None:
