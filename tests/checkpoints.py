@@ -6,10 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tests.synthetic import data_group
-from trp_scale.checkpoint.document import CheckpointDocument
 from trp_scale.checkpoint.keeper import Keeper
-from trp_scale.checkpoint.manager import Content, load
+from trp_scale.checkpoint.manager import Content
 from trp_scale.checkpoint.run_directory import checkpoint_path
 from trp_scale.checkpoint.writer import CheckpointWriter
 from trp_scale.config import CheckpointConfig
@@ -51,27 +49,3 @@ def save_checkpoint(
     if writer.problem:
         raise RankError(writer.problem)
     return checkpoint_path(run_dir, step)
-
-
-def save_trainer(
-    trainer: Any, run_dir: Path, engines: Stores | None = None, cursors: Mapping[str, int] | None = None
-) -> Path:
-    """Write a checkpoint of a trainer over synthetic rows, of all `engines` of the run where there are several."""
-    return save_checkpoint(
-        run_dir,
-        step=trainer.state.step,
-        engine=engines or trainer.engine,
-        hooks_state=trainer.hooks.state_dict(),
-        cursors=cursors or {"train": trainer.source.cursor},
-        group=data_group(),
-    )
-
-
-def load_trainer(trainer: Any, path: Path, engines: Any = None) -> CheckpointDocument:
-    """Have a trainer that was made anew go on from a checkpoint, which is returned: it has the cursors of other sources
-    than the trainer's own."""
-    loaded = load(path, engine=engines or trainer.engine, group=data_group())
-    trainer.hooks.load_state_dict(loaded.hooks)
-    trainer.state.step = loaded.step
-    getattr(trainer.source, "own", trainer.source).cursor = loaded.cursors["train"]
-    return loaded

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tests.checkpoints import save_checkpoint
 from tests.settings import changed
+from trp_scale.checkpoint.document import CheckpointDocument
+from trp_scale.checkpoint.manager import load
 from trp_scale.config import BatchConfig, Config, OptimizerConfig, PretrainConfig, PretrainTrainingConfig
 from trp_scale.config.registry import engine_rules, make_settings
 from trp_scale.core.batch import Batch, StepStats, TaskLosses
-from trp_scale.core.engine import Engine
+from trp_scale.core.engine import Engine, Stores
 from trp_scale.core.hooks import Hook, StepContext, build_hooks
 from trp_scale.core.run import RunContext
 from trp_scale.data.text.dataset import GROUPS
@@ -259,3 +263,27 @@ def run(
 ) -> Result:
     """Train the small model; call on all ranks."""
     return trainer_for(layout, small_config(layout, **changes), absent=absent, packed=packed).result()
+
+
+def save_trainer(
+    trainer: Any, run_dir: Path, engines: Stores | None = None, cursors: Mapping[str, int] | None = None
+) -> Path:
+    """Write a checkpoint of a trainer over synthetic rows, of all `engines` of the run where there are several."""
+    return save_checkpoint(
+        run_dir,
+        step=trainer.state.step,
+        engine=engines or trainer.engine,
+        hooks_state=trainer.hooks.state_dict(),
+        cursors=cursors or {"train": trainer.source.cursor},
+        group=data_group(),
+    )
+
+
+def load_trainer(trainer: Any, path: Path, engines: Any = None) -> CheckpointDocument:
+    """Have a trainer that was made anew go on from a checkpoint, which is returned: it has the cursors of other sources
+    than the trainer's own."""
+    loaded = load(path, engine=engines or trainer.engine, group=data_group())
+    trainer.hooks.load_state_dict(loaded.hooks)
+    trainer.state.step = loaded.step
+    getattr(trainer.source, "own", trainer.source).cursor = loaded.cursors["train"]
+    return loaded

@@ -10,10 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.checkpoints import load_trainer, save_trainer
 from tests.grids import always
 from tests.ranks import Ranks
-from tests.synthetic import Layout, data_group, hybrid, small_config, trainer_for
+from tests.synthetic import Layout, data_group, hybrid, load_trainer, save_trainer, small_config, trainer_for
 from trp_scale.checkpoint.format import read_full_state
 from trp_scale.checkpoint.run_directory import checkpoint_path as step_path
 from trp_scale.core.batch import StepStats

@@ -9,12 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.checkpoints import load_trainer, save_trainer
 from tests.distributed.engine_layouts import LAYOUTS, fp16_layout, fp16_on_a_cpu, on_each_rank
 from tests.distributed.test_checkpoint_engines import distance
 from tests.grids import always
 from tests.ranks import Ranks
-from tests.synthetic import Layout, RecordingTrainer, small_config, trainer_for
+from tests.synthetic import Layout, RecordingTrainer, load_trainer, save_trainer, small_config, trainer_for
 from trp_scale.checkpoint.format import read_full_state
 from trp_scale.checkpoint.manager import EngineGroup
 from trp_scale.checkpoint.run_directory import checkpoint_path

@@ -9,11 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.checkpoints import load_trainer, save_trainer
 from tests.distributed.engine_layouts import on_each_rank
 from tests.grids import always
 from tests.ranks import Ranks
-from tests.synthetic import Layout
+from tests.synthetic import Layout, load_trainer, save_trainer
 from tests.synthetic_masks import mask_config, masks_run
 from trp_scale.checkpoint.manager import EngineGroup
 from trp_scale.checkpoint.run_directory import checkpoint_path
