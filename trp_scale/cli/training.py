@@ -188,7 +188,7 @@ class RunsArguments:
 def runs(argv: Sequence[str]) -> int:
     """`trp-scale runs`."""
     arguments = read(RunsArguments, argv, prog="trp-scale runs")
-    from trp_scale.diagnostics.runs import list_runs
+    from trp_scale.diagnostics.run_directory import list_runs
 
     return show(list_runs(arguments.directory))
 
