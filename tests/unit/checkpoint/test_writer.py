@@ -69,17 +69,26 @@ def steps(run_dir: Path) -> list[int]:
     return [step for step, _ in checkpoints(run_dir)]
 
 
+def before_parts(monkeypatch: pytest.MonkeyPatch, act: Callable[[int], object]) -> None:
+    """Call a function with the rank before each part is written."""
+    original = writer_module.write_part
+
+    def write(temporary: Path, rank: int, *rest: Any) -> Any:
+        act(rank)
+        return original(temporary, rank, *rest)
+
+    monkeypatch.setattr(writer_module, "write_part", write)
+
+
+def wait_for(event: threading.Event) -> None:
+    assert event.wait(120)
+
+
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Parts are written once it is open."""
     opened = threading.Event()
-    original = writer_module.write_part
-
-    def waits(*arguments: Any) -> Any:
-        assert opened.wait(120)
-        return original(*arguments)
-
-    monkeypatch.setattr(writer_module, "write_part", waits)
+    before_parts(monkeypatch, lambda rank: wait_for(opened))
     yield opened
     opened.set()
 
@@ -113,13 +122,7 @@ def test_what_is_written_later_is_of_the_step_that_it_is_named_by(tmp_path: Path
 
 def test_it_has_its_name_once_all_ranks_have_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     slow = threading.Event()
-    original = writer_module.write_part
-
-    def write(temporary: Path, rank: int, *rest: Any) -> Any:
-        assert rank == 0 or slow.wait(120)
-        return original(temporary, rank, *rest)
-
-    monkeypatch.setattr(writer_module, "write_part", write)
+    before_parts(monkeypatch, lambda rank: rank == 0 or wait_for(slow))
 
     def on_rank(group: Group) -> list[bool]:
         writer, _ = made(tmp_path, group)
@@ -228,14 +231,11 @@ def test_the_last_one_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_an_error_of_another_kind_ends_the_run_on_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = writer_module.write_part
-
-    def write(temporary: Path, rank: int, *rest: Any) -> Any:
+    def fail(rank: int) -> None:
         if rank == 1:
             raise KeyError("a mistake")
-        return original(temporary, rank, *rest)
 
-    monkeypatch.setattr(writer_module, "write_part", write)
+    before_parts(monkeypatch, fail)
 
     def on_rank(group: Group) -> None:
         writer, _ = made(tmp_path, group)

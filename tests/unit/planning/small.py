@@ -84,7 +84,7 @@ H100 = GPUS["h100"]
 
 def of_four_heads(**megatron: Any) -> Counted:
     config = load_recipe("pos_bert_tiny")
-    config.model.heads, config.model.hidden_size = 4, 128
+    config.model.layers, config.model.heads, config.model.hidden_size = 2, 4, 128
     config.batch.global_size, config.batch.micro_size, config.data.path = 4096, "auto", "(none)"
     config.megatron = MegatronConfig(**megatron)
     return Counted(config, DataFacts(length=64, vocabulary=8000))
@@ -94,6 +94,7 @@ def of_four_heads(**megatron: Any) -> Counted:
 def counted_for_fsdp(**settings: object) -> Counted:
     """PoS-BERT of two blocks."""
     config = load_recipe("pos_bert_tiny")
+    config.model.layers = 2
     for name, value in settings.items():
         setattr(config.fsdp, name, value)
     return Counted(config, DataFacts(length=64))

@@ -89,9 +89,9 @@ def test_a_run_with_muon_is_planned_on_several_gpus() -> None:
 
 @pytest.fixture(scope="module")
 def three_heads() -> Counted:
-    """3 heads of 64; 4 layers at 192."""
+    """3 heads of 64; 2 layers at 192."""
     config = load_recipe("pos_bert_tiny")
-    config.training.precision = "fp32"
+    config.training.precision, config.model.layers = "fp32", 2
     return Counted(config, DataFacts(length=64, vocabulary=8064))
 
 
@@ -131,7 +131,7 @@ def test_ranks_that_split_tokens_keep_their_own_and_gather_twice() -> None:
     read in both passes, and the gradients of their outputs; sums are scattered."""
     config = load_recipe("pos_bert_tiny")
     config.training.precision = "fp32"
-    config.model.heads, config.model.hidden_size, config.model.dropout = 4, 128, 0.0
+    config.model.heads, config.model.hidden_size, config.model.dropout, config.model.layers = 4, 128, 0.0, 2
     counted, rows = Counted(config, DataFacts(length=64, vocabulary=8000)), 5
     whole, split = counted.over(2, False), counted.over(2, True)
     blocks, numbers = config.model.layers - 1, 64 * 128

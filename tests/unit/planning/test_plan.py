@@ -26,7 +26,7 @@ SMALL = replace(H100, name="small", memory=3 * 2**30)
 def counted() -> Counted:
     config = load_recipe("pos_bert_tiny")
     config.batch.global_size, config.batch.micro_size, config.training.precision = 4096, "auto", "bf16"
-    config.data.path = "(none)"
+    config.model.layers, config.data.path = 2, "(none)"
     return Counted(config, DataFacts(length=64, vocabulary=8000))
 
 

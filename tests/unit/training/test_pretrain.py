@@ -307,8 +307,3 @@ def test_a_fine_tuned_encoder_is_in_the_checkpoint(data: Path, tmp_path: Path) -
     assert {name for name in document.tensors if name.startswith("fine_tuned.")} == {f"fine_tuned.{n}" for n in first}
     assert document.engine_state["fine_tuned.optimizer_steps"] == STEPS // 2
     assert all(line["multilevel"]["distance"] > 0 for line in lines(tmp_path)[-1:])
-
-
-def test_a_balancer_that_would_have_nothing_to_do_is_refused(data: Path, tmp_path: Path) -> None:
-    with pytest.raises(RefusedError, match=r"--balancer.kind .*minimax"):
-        pretrain_here(level_flags(data, tmp_path, "joint", balancer__kind="minimax"))

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Callable
 from pathlib import Path
-
-from rich.console import Console
 
 from tests.unit.training.small_run import record
 from trp_scale.config import Config
 from trp_scale.training.metrics import RunHistory, RunInfo, TaskHistory, TaskRecord
 from trp_scale.training.observer import Observer
-from trp_scale.training.report import describe_changes, report, report_table
+from trp_scale.training.report import describe_changes, report
 
 
 def history(*tasks: tuple[str, float, float, float, int], outside: set[str] | None = None) -> RunHistory:
@@ -76,17 +73,6 @@ def test_held_out_accuracies_have_a_column(tmp_path: Path) -> None:
     del held_out["tasks"]["noun"]["accuracy"]  # type: ignore[index]
     (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n", encoding="utf-8")
     assert "accuracy" not in report(tmp_path)
-
-
-def test_a_narrow_terminal_shows_which_task_is_the_worst(tmp_path: Path) -> None:
-    tasks = {name: {"loss": loss, "weight": 0.5, "count": 3} for name, loss in (("noun", 4.5), ("next_sentence", 0.7))}
-    held_out = {"loss": 5.0, "tasks": {"noun": {"loss": 11.25, "accuracy": 0.125}}}
-    line = {"step": 1, "loss": 4.5, "peak_memory_bytes": 1, "tasks": tasks, "validation": held_out}
-    (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n", encoding="utf-8")
-    console = Console(file=io.StringIO(), width=80, force_terminal=False)
-    with console.capture() as capture:
-        console.print(report_table(tmp_path))
-    assert "noun worst" in capture.get()
 
 
 def test_a_killed_run_has_a_report(start: Callable[..., Observer], tmp_path: Path) -> None:
