@@ -18,14 +18,13 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import importlib.util
-import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, make_dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal, TypeVar, get_args
 
-from trp_scale.config.schema import Range, setting_name
+from trp_scale.config.schema import Range, range_problems
 from trp_scale.errors import RefusedError, nearest, quote
 
 
@@ -148,23 +147,9 @@ def sections(config: Any) -> Mapping[str, Any]:
     return {item.name: value for item in fields(config) if is_dataclass(value := getattr(config, item.name))}
 
 
-def range_problems(section: Any, prefix: str) -> Iterator[str]:
-    """Yield the numbers of a dataclass outside their ranges; `prefix` of the flags, such as "--optimizer."."""
-    for field_ in fields(section):
-        allowed, value = field_.metadata.get("range"), getattr(section, field_.name)
-        if allowed is None or value is None or isinstance(value, str) or value in allowed:  # str: such as auto
-            continue
-        kinds = get_args(get_type_hints(type(section))[field_.name])
-        words = [word for kind in kinds if get_origin(kind) is Literal for word in get_args(kind)]
-        limits = f"{allowed}{', and finite' * (value == math.inf)}{''.join(f', or {word}' for word in words)}"
-        yield f"{prefix}{setting_name(field_.name)} is {value}, allowed: {limits}"
-
-
 def find_problems(settings: Any) -> Iterator[str]:
     """Yield the numbers outside their ranges and the problems of each section of a run or command."""
-    yield from range_problems(settings, "--")
-    for name, section in sections(settings).items():
-        yield from range_problems(section, f"--{name}.")
+    yield from range_problems(settings)
     for section in sections(settings).values():
         if isinstance(section, Section):
             yield from section.problems(settings)

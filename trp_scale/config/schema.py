@@ -17,7 +17,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path, PurePosixPath
 from types import NoneType, UnionType
@@ -433,6 +433,20 @@ def _component_reader(field: dataclasses.Field[Any]) -> Read:
         return typed_reader(settings, as_setting=True)(value)
 
     return read
+
+
+def range_problems(section: Any, prefix: str = "--") -> Iterator[str]:
+    """Yield the numbers of a dataclass and its sections outside their ranges; `prefix` of the flags."""
+    for field in dataclasses.fields(section):
+        allowed, value = field.metadata.get("range"), getattr(section, field.name)
+        if dataclasses.is_dataclass(value):
+            yield from range_problems(value, f"{prefix}{field.name}.")
+        if allowed is None or value is None or isinstance(value, str) or value in allowed:  # str: such as auto
+            continue
+        kinds = get_args(get_type_hints(type(section))[field.name])
+        words = [word for kind in kinds if get_origin(kind) is Literal for word in get_args(kind)]
+        limits = f"{allowed}{', and finite' * (value == math.inf)}{''.join(f', or {word}' for word in words)}"
+        yield f"{prefix}{setting_name(field.name)} is {value}, allowed: {limits}"
 
 
 def setting_name(field: str) -> str:

@@ -113,7 +113,7 @@ def predict_step(
         again.get(message.phase, 1) * message.times * collective_seconds(message, cluster) for message in sums
     )
     exposed += summing
-    times = extra_passes(counted, accumulation, cluster.gpus)
+    times = extra_passes(counted, cluster.gpus)
     compute = accumulation * (forward + backward) * times + accumulation * forward * prepass(config, accumulation)
     launching = sum(passes[name].launching() for name in passes) * times
     collectives = sum(message.times for message in messages) * LAUNCH_OF_A_COLLECTIVE
@@ -167,7 +167,7 @@ def prepass(config: Config, accumulation: int) -> int:
     return int(exact and accumulation > 1)
 
 
-def extra_passes(counted: Counted, accumulation: int, ranks: int) -> float:
+def extra_passes(counted: Counted, ranks: int) -> float:
     """Return the arithmetic of a step with learned masks relative to one without; 1 without learned masks."""
     if not counted.network:
         return 1.0

@@ -102,7 +102,7 @@ def run_cost(graph: Graph, variant: str, speed: float, changes: Flags | None = N
     micro = config.batch.micro_rows
     accumulation = max(1, config.batch.global_size // micro)
     forward, backward = (part.total_flops(micro) for part in counted.passes("none", False, False).values())
-    times = extra_passes(counted, accumulation, 1)
+    times = extra_passes(counted, 1)
     flops = accumulation * (times * (forward + backward) + prepass(config, accumulation) * forward)
     return config.training.steps, flops / (EFFICIENCY * speed)
 
