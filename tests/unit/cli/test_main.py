@@ -44,23 +44,21 @@ def launched(script: str, *argv: str, directory: Path = ROOT) -> subprocess.Comp
     return subprocess.run(command, cwd=directory, env=environ, capture_output=True, text=True, timeout=240, check=False)
 
 
-def test_no_command_and_help_list_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_command_and_help_list_commands_and_exit_statuses(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([]) == 2
     assert cli.main(["--help"]) == 0
     listed = capsys.readouterr().out
     for name, (_, line) in COMMANDS.items():
         assert re.search(rf"^  {name} +{re.escape(line)}$", listed, flags=re.MULTILINE)
     assert max(map(len, listed.splitlines())) <= 100
+    for status in ExitStatus:
+        assert re.search(rf"^  {status.value} +{re.escape(status.meaning)}$", listed, flags=re.MULTILINE)
     assert cli.main(["pretrian"]) == 2
     said = capsys.readouterr().err
     assert "'pretrian' is not a command of trp-scale; did you mean pretrain?; allowed: shard-text, shard-images" in said
 
 
-def test_help_and_the_document_list_every_exit_status(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["--help"]) == 0
-    listed = capsys.readouterr().out
-    for status in ExitStatus:
-        assert re.search(rf"^  {status.value} +{re.escape(status.meaning)}$", listed, flags=re.MULTILINE)
+def test_the_document_lists_every_exit_status() -> None:
     table = (ROOT / "docs/reliability.md").read_text().partition("## Exit status")[2].partition("\n## ")[0]
     assert [int(value) for value in re.findall(r"^\| (\d+) \|", table, re.MULTILINE)] == [*ExitStatus]
 

@@ -118,6 +118,13 @@ def assert_equal_gradients(ours: PlainEngine, theirs: PlainEngine) -> None:
         assert mine is None or other is None or torch.equal(mine, other)
 
 
+def assert_same_backward(ours: PlainEngine, theirs: PlainEngine, objective: Squares, micro: Batch) -> None:
+    """After one more micro-batch both engines have the same gradients."""
+    for engine in (ours, theirs):
+        backward(engine, objective, micro)
+    assert_equal_gradients(ours, theirs)
+
+
 @pytest.mark.parametrize("deep", [(True, True), (False, False), (False, True), (True, False)])
 def test_gradients_of_a_window(deep: tuple[bool, ...]) -> None:
     """Sums over micro-batches, also of modes with other parameters; None for parameters that take no part."""
@@ -125,10 +132,7 @@ def test_gradients_of_a_window(deep: tuple[bool, ...]) -> None:
     eager, engine = engine_of("off"), captured_engine(objective, batch(0), batch(0, deep=False))
     for step in range(2):
         for number, uses in enumerate(deep):
-            micro = batch(10 * step + number, deep=uses)
-            for each in (eager, engine):
-                backward(each, objective, micro)
-        assert_equal_gradients(engine, eager)
+            assert_same_backward(engine, eager, objective, batch(10 * step + number, deep=uses))
         for each in (eager, engine):
             each.discard_gradients()
     graphs = engine.captured_graphs
@@ -140,9 +144,7 @@ def test_a_window_with_an_uncaptured_micro_batch() -> None:
     objective = Squares()
     eager, engine = engine_of("off"), captured_engine(objective, batch(0))
     for rows in (3, 2, 3, 2):
-        for each in (eager, engine):
-            backward(each, objective, batch(rows, rows=rows))
-    assert_equal_gradients(engine, eager)
+        assert_same_backward(engine, eager, objective, batch(rows, rows=rows))
     graphs = engine.captured_graphs
     assert graphs is not None and (graphs.replays, graphs.uncaptured) == (2, 2)
     assert len(graphs.notices) == 1 and "inputs [2, 4]" in graphs.notices[0]
@@ -181,9 +183,7 @@ def test_losses_of_a_pass_remain_after_the_next() -> None:
 def test_an_objective_that_reads_a_number_runs_without_graphs() -> None:
     objective = Squares(reads=True)
     eager, engine = engine_of("off"), captured_engine(objective, batch(0))
-    for each in (eager, engine):
-        backward(each, objective, batch(1))
-    assert_equal_gradients(engine, eager)
+    assert_same_backward(engine, eager, objective, batch(1))
     assert engine.captured_graphs is not None and engine.captured_graphs.replays == 0
     assert [HostReadError.__name__ in notice for notice in engine.captured_graphs.notices] == [True]
 
@@ -199,9 +199,7 @@ def test_after_close_micro_batches_run_without_graphs() -> None:
     graphs.close()
     graphs.recorder.recordings.clear()  # type: ignore[attr-defined]
     assert memory and [reference() for reference in memory if reference() is not None] == []
-    for each in (eager, engine):
-        backward(each, objective, batch(2))
-    assert_equal_gradients(engine, eager)
+    assert_same_backward(engine, eager, objective, batch(2))
     assert (graphs.replays, graphs.uncaptured) == (1, 1)
 
 
@@ -224,9 +222,7 @@ def test_an_error_while_capturing(monkeypatch: pytest.MonkeyPatch, error: Runtim
     monkeypatch.setitem(RECORDERS, "cpu", Failing)
     objective = Squares()
     eager, engine = engine_of("off"), captured_engine(objective, batch(0), batch(0, deep=False))
-    for each in (eager, engine):
-        backward(each, objective, batch(1))
-    assert_equal_gradients(engine, eager)
+    assert_same_backward(engine, eager, objective, batch(1))
     graphs = engine.captured_graphs
     assert graphs is not None and (graphs.replays, graphs.uncaptured) == (0, 1)
     assert [(type(error).__name__ in notice, str(error) in notice) for notice in graphs.notices] == [(True, True)]
