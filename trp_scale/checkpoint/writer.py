@@ -170,16 +170,6 @@ class _PendingCheckpoint:
         except Exception as error:  # raised on all ranks by run_on_all_ranks
             self.error = error
 
-    def write_behind(self, rank: int, pieces: Callable[[], Iterable[Piece]], tensors: dict[str, Tensor]) -> None:
-        """Write this rank's part in a thread."""
-
-        def work() -> None:
-            lower_priority()
-            self.write(rank, pieces, tensors)
-
-        self.thread = threading.Thread(target=work, name=f"trp_scale checkpoint {self.step}", daemon=True)
-        self.thread.start()
-
     def _count(self, pieces: Iterable[Piece]) -> Iterator[Piece]:
         for piece in pieces:
             if self.abandoned:
@@ -392,6 +382,7 @@ class CheckpointWriter:
         return behind
 
     def _write_behind(self, pending: _PendingCheckpoint, engine: Stores, tensors: dict[str, Tensor]) -> None:
+        """Write this rank's part in a thread, from a copy."""
         try:
             copied = self._copy.take(owned_pieces(engine))
         except (RuntimeError, MemoryError) as error:  # other processes may have allocated the memory
@@ -399,7 +390,13 @@ class CheckpointWriter:
             pending.write(self.group.rank, lambda: owned_pieces(engine), tensors)
             return
         tensors = {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
-        pending.write_behind(self.group.rank, lambda: copied, tensors)
+
+        def work() -> None:
+            lower_priority()
+            pending.write(self.group.rank, lambda: copied, tensors)
+
+        pending.thread = threading.Thread(target=work, name=f"trp_scale checkpoint {pending.step}", daemon=True)
+        pending.thread.start()
 
     def _too_large(self, ranks: list[tuple[str, int, int]]) -> bool:
         """Return whether a host lacks memory for its ranks' copies; then later checkpoints are written without a

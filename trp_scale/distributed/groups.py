@@ -111,10 +111,8 @@ class Failure:
     @classmethod
     def from_error(cls, error: Exception) -> Failure:
         if isinstance(error, RefusedError):
-            storage = isinstance(error, StorageError)
-            return cls(
-                str(error), refused=True, complete=True, storage=storage, status=exit_status_and_message(error)[0]
-            )
+            storage, status = isinstance(error, StorageError), exit_status_and_message(error)[0]
+            return cls(str(error), refused=True, complete=True, storage=storage, status=status)
         storage = isinstance(error, OSError)
         return cls(f"{type(error).__name__}: {error}", refused=storage, complete=False, storage=storage)
 

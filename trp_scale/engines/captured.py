@@ -248,10 +248,14 @@ class Captured:
 
     def _allocate(self, batch: Batch) -> Batch:
         """Allocate static gradients, once for all modes, because the graph of a window's last micro-batch reads those
-        of other modes; return a static batch."""
+        of other modes; return a copy of the batch, whose extras are leaves."""
         if not self._static_gradients:
             self._static_gradients = [torch.zeros_like(holder) for holder in self.engine.gradient_holders()]
-        return static_batch(batch)
+        fields = {name: value.clone() for name, value in batch.fields.items()}
+        extras = {
+            key: extra.detach().clone().requires_grad_(extra.requires_grad) for key, extra in batch.extras.items()
+        }
+        return replace(batch, fields=fields, extras=extras, wire=None)
 
     def _capture(self, objective: Objective, batch: Batch) -> Mode:
         """Capture the graphs of a mode. Drops the gradients of the present window."""
@@ -322,10 +326,3 @@ def mode_key(engine: PlainEngine, objective: Objective, batch: Batch) -> Any:
     extras = [(key, value.shape, value.dtype, value.requires_grad) for key, value in batch.extras.items()]
     flags = id(objective), torch.is_grad_enabled(), engine.autocasts, batch.joined
     return *flags, frozenset(tensors), frozenset(extras)
-
-
-def static_batch(batch: Batch) -> Batch:
-    """Return a copy of a batch; its extras are leaves."""
-    fields = {name: value.clone() for name, value in batch.fields.items()}
-    extras = {key: value.detach().clone().requires_grad_(value.requires_grad) for key, value in batch.extras.items()}
-    return replace(batch, fields=fields, extras=extras, wire=None)

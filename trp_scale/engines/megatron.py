@@ -272,7 +272,7 @@ class MegatronEngine(DdpEngine):
     def place(self, module: nn.Module) -> nn.Module:
         """Insert megatron-core's layers and fill each parameter with this rank's part of its initial value."""
         values: dict[str, Callable[[], Value]] = {
-            name: partial(_value, parameter.detach()) for name, parameter in module.named_parameters()
+            name: partial(lambda value: value, parameter.detach()) for name, parameter in module.named_parameters()
         }
         values |= initialisers(module)
         self.shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
@@ -430,7 +430,3 @@ def rows_of_boxes(boxes: list[Box], tensor: Tensor, rows: tuple[int, int]) -> It
         start, stop = (min(max(row - number * size, 0), size) for row in rows)
         if start < stop:
             yield Box(((first + start, first + stop), *others))
-
-
-def _value(tensor: Tensor) -> Tensor:
-    return tensor
