@@ -336,17 +336,21 @@ def _lines(values: Mapping[str, Any], prefix: str, origin: Mapping[str, str]) ->
 def check(config: Config) -> None:
     """Refuse invalid settings; the message lists every flag with its value and the allowed values. Raises RefusedError:
     at least one setting is invalid."""
-    problems = list(general_problems(config))
-    if problems:
-        listed = "\n".join(f"  {problem}" for problem in problems)
-        raise RefusedError(f"{len(problems)} setting(s) cannot be used:\n{listed}")
+    if problems := list(general_problems(config)):
+        raise RefusedError(f"{len(problems)} setting(s) cannot be used:\n{listed_problems(problems)}")
 
 
 def general_problems(config: Config) -> Iterator[str]:
     """Yield the problems that pre-training and fine-tuning runs share."""
     yield from find_problems(config)
     yield from config.problems()
-    yield from hook_problems(config)
+    listed = config.hooks
+    for name in dict.fromkeys(name for name in listed if listed.count(name) > 1):
+        yield f"--hooks has {name} more than once; allowed: each once"
+    for position, name in enumerate(listed):
+        late = [first for first in find("hook", name).after if first in listed[position + 1 :]]
+        if late:
+            yield f"--hooks has {name} before {', '.join(late)}; allowed: {name} after {', '.join(late)}"
 
 
 def cautions(config: Config, steps_per_epoch: int = 0) -> list[str]:
@@ -374,17 +378,6 @@ def against_capturing(config: Config, engine: str, ranks: int) -> list[str]:
 def _config_sections(config: Config) -> list[Section]:
     """Return the sections of a run that declare cautions and reasons."""
     return [section for section in sections(config).values() if isinstance(section, Section)]
-
-
-def hook_problems(config: Config) -> Iterator[str]:
-    """Yield hooks that are listed twice, or before a hook that must precede them."""
-    listed = config.hooks
-    for name in dict.fromkeys(name for name in listed if listed.count(name) > 1):
-        yield f"--hooks has {name} more than once; allowed: each once"
-    for position, name in enumerate(listed):
-        late = [first for first in find("hook", name).after if first in listed[position + 1 :]]
-        if late:
-            yield f"--hooks has {name} before {', '.join(late)}; allowed: {name} after {', '.join(late)}"
 
 
 def check_engine(config: Any, engine: str, *, gpu: bool) -> None:

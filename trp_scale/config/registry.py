@@ -358,10 +358,8 @@ def _check_kind(role: Role, name: str, settings: type[Any], where: str) -> None:
 
 def _base(role: Role) -> type[Any]:
     """Return the base class of a role's settings."""
-    if role == "engine":
-        return EngineRules
     if role not in RUNS:
-        return Settings
+        return EngineRules if role == "engine" else Settings
     from trp_scale.config import PretrainConfig  # circular import
     from trp_scale.config.finetuning import FinetuneConfig
 

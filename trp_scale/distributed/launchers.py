@@ -69,7 +69,11 @@ def _read_rank(environ: Mapping[str, str]) -> RankInfo:
     started = _launched_by_variables(environ)
     step = _slurm_step(environ)
     if started is None and step is None:
-        _refuse_mpirun(environ)
+        if (processes := environ.get("OMPI_COMM_WORLD_SIZE", "1")) != "1":
+            raise RefusedError(
+                f"mpirun started {processes} processes, and each would train alone; use torchrun, deepspeed or srun, "
+                "or set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT for each process"
+            )
         return RankInfo()
     if started is None:
         assert step is not None
@@ -200,15 +204,6 @@ def _refuse_two_launchers(environ: Mapping[str, str], started: RankInfo, step: R
         "alone, with one task per GPU and RANK and WORLD_SIZE not set"
         + ("" if started.launcher == "variables" else f", or {by_launcher}")
     )
-
-
-def _refuse_mpirun(environ: Mapping[str, str]) -> None:
-    world = environ.get("OMPI_COMM_WORLD_SIZE", "1")
-    if world != "1":
-        raise RefusedError(
-            f"mpirun started {world} processes, and each would train alone; use torchrun, deepspeed or srun, or set "
-            "RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT for each process"
-        )
 
 
 def _number(environ: Mapping[str, str], name: str) -> int:

@@ -73,8 +73,12 @@ class Lease:
         Raises:
             RefusedError: another run holds the lease.
         """
-        while not self._is_held():
-            self._await_sign_of_life()
+        while True:
+            try:
+                write_exclusively(self._path, json.dumps({"token": self._token, **_this_process()}))
+                break
+            except FileExistsError:
+                self._await_sign_of_life()
         self._thread.start()
         return self
 
@@ -83,13 +87,6 @@ class Lease:
         self._thread.join()
         if read_optional_object(self._path).get("token") == self._token:
             self._path.unlink(missing_ok=True)
-
-    def _is_held(self) -> bool:
-        try:
-            write_exclusively(self._path, json.dumps({"token": self._token, **_this_process()}))
-        except FileExistsError:
-            return False
-        return True
 
     def _await_sign_of_life(self) -> None:
         """Wait for a renewal of the lease, and remove the lease if none comes.

@@ -307,7 +307,9 @@ class Trainer:
             for window in windows:
                 self._rehearse_window(window, step)
         graphs = [self._rehearse_window(window, step + 1) for window in windows]  # with other dropout than captured
-        distance = largest_distance(torch.stack(graphs), torch.stack(without))
+        values, references = torch.stack(graphs), torch.stack(without)
+        distances = (values - references).abs() / references.abs().clamp(min=1e-12)  # of nonnegative numbers
+        distance = float(distances.where(values != references, 0.0).max())
         differs = not distance <= CAPTURED_DISTANCE[self.config.training.precision]  # also NaN
         if any(self.engine.data_group.gather_objects(differs)):
             captured.give_up(f"losses or gradient norms of the graphs differ by {distance:.1e} from those without")
@@ -536,12 +538,6 @@ def validate(
         "worst_task": worst_task(known, {name: tasks[name]["count"] for name in known}),
         "tasks": tasks,
     }
-
-
-def largest_distance(values: Tensor, references: Tensor) -> float:
-    """Return the largest relative distance of values from nonnegative references; waits for the device."""
-    distances = (values - references).abs() / references.abs().clamp(min=1e-12)
-    return float(distances.where(values != references, 0.0).max())
 
 
 def learning_rate(step: int, steps: int, config: OptimizerConfig) -> float:

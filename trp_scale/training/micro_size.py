@@ -30,6 +30,7 @@ from trp_scale.core.run import Objective
 from trp_scale.data.sources import check_partition
 from trp_scale.distributed.environment import Environment
 from trp_scale.engines.compiled import checkpoint_blocks
+from trp_scale.errors import listed_problems
 from trp_scale.models.counting import fake_pass, saved_bytes
 from trp_scale.models.initialise import build_with_initialisers
 from trp_scale.pretraining.base import Upstream
@@ -144,7 +145,7 @@ def candidates(config: Config, ranks: int) -> list[int]:
         if not reasons:
             sizes.append(rows)
     if not sizes:
-        listed = "\n".join(f"  {problem}" for problem in dict.fromkeys(problems))
+        listed = listed_problems([*dict.fromkeys(problems)])
         raise RefusedError(f"--batch.micro_size auto: no divisor of a rank's {share} rows can be used:\n{listed}")
     return sizes
 

@@ -98,7 +98,13 @@ class StartUp:
     def __call__(self) -> None:
         """Record that a step starts, or that the last one has ended."""
         if self.seconds is None and self._begun:
-            self._first_step_made()
+            self.seconds = seconds_of_process()
+            line = f"the first step was made {self.seconds:.1f} s after the start of the process"
+            if self.graphs is not None:
+                self.compiling = self.graphs.seconds()
+                graphs = f"(graphs: {self.graphs.made}, found in the cache: {self.graphs.found()})"
+                line += f", {self.compiling:.1f} s of them compilation {graphs}"
+            self.say(line)
         self._begun = True
         for words in [] if self.graphs is None else self.graphs.surplus[self._told :]:
             self._told += 1
@@ -106,15 +112,6 @@ class StartUp:
         for words in [] if self.captured is None else self.captured.notices[self._told_captured :]:
             self._told_captured += 1
             self.say(words)
-
-    def _first_step_made(self) -> None:
-        self.seconds = seconds_of_process()
-        line = f"the first step was made {self.seconds:.1f} s after the start of the process"
-        if self.graphs is not None:
-            self.compiling = self.graphs.seconds()
-            made, found = self.graphs.made, self.graphs.found()
-            line += f", {self.compiling:.1f} s of them compilation (graphs: {made}, found in the cache: {found})"
-        self.say(line)
 
     def figures(self) -> dict[str, Any]:
         """Figures for summary.json."""
@@ -321,7 +318,9 @@ class Observer:
         self._writer.close()
         self._display.close()
         self._summary = self._summarise(reason, start or {})
-        if not self._has_summary():
+        path = self.run_dir / SUMMARY_FILE
+        # A start without a step keeps the summary of the start that made the last step.
+        if self._made or not path.is_file() or read_object(path).get("steps") != self.info.start_step:
             text = json.dumps(self._summary, indent=2, allow_nan=False) + "\n"
             self._write_file(SUMMARY_FILE, lambda: text)
             self._write_file(REPORT_FILE, lambda: report(self.run_dir))
@@ -329,11 +328,6 @@ class Observer:
             self._to_sink(sink, partial(sink.close, self._summary))
         self._display.show(report_table(self.run_dir))
         return self._summary
-
-    def _has_summary(self) -> bool:
-        """Whether this start has made no step, and the summary of the start that made the last step exists."""
-        path = self.run_dir / SUMMARY_FILE
-        return not self._made and path.is_file() and read_object(path).get("steps") == self.info.start_step
 
     def _is_validated(self, step: int) -> bool:
         every = self.config.validation.every

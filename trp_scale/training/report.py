@@ -104,7 +104,9 @@ def task_table(history: RunHistory, colour_of: Mapping[str, Colour] | None = Non
         if is_page:
             share = task.change / task.start if task.change is not None and task.start else None
             cells.append(number_cell(share, sign=True, unit="share"))
-        cells += [number_cell(task.weight), _count_cell(task.count)]
+        cells += [number_cell(task.weight)]
+        count = f"{task.count:,}" if task.count < 10**6 else f"{task.count / 1e6:,.1f}M"
+        cells.append(Cell(text=count, order=task.count))
         for figure in figures:
             unit = "share" if figure == "accuracy" else ""
             cells.append(number_cell(measured.get(name, {}).get(figure), DIGITS, unit=unit))
@@ -115,10 +117,6 @@ def task_table(history: RunHistory, colour_of: Mapping[str, Colour] | None = Non
         marked=tuple(number for number, name in enumerate(seen) if name == worst),
         notes=[_describe_columns(history)],
     )
-
-
-def _count_cell(count: int) -> Cell:
-    return Cell(text=f"{count:,}" if count < 10**6 else f"{count / 1e6:,.1f}M", order=count)
 
 
 def _describe_columns(history: RunHistory) -> str:

@@ -67,8 +67,10 @@ def create_run_directory(run_dir: Path | None, recipe: str, world: Group) -> Pat
     """
     problem, path = None, Path()
     if world.rank == 0:
-        path = run_dir or _unused_name(Path("runs"), recipe, datetime.now())
-        path = path.absolute()
+        name = f"{recipe}-{datetime.now():%Y%m%d-%H%M%S}"
+        names = [name, *(f"{name}-{number}" for number in range(2, 1000))]  # two runs of the same second stay separate
+        unused = (path for path in (Path("runs") / name for name in names) if not path.exists())
+        path = (run_dir or next(unused)).absolute()
         try:
             path.mkdir(parents=True, exist_ok=True)
             if (path / "dataset.json").is_file():
@@ -147,13 +149,6 @@ def git_state(directory: Path) -> dict[str, Any] | None:
     if not git("ls-files", "--", "__init__.py"):
         return None
     return {"commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain", "--untracked-files=no"))}
-
-
-def _unused_name(parent: Path, recipe: str, now: datetime) -> Path:
-    """Return runs/<recipe>-<date>-<time>, with a number if it exists: two runs of the same second stay separate."""
-    name = f"{recipe}-{now:%Y%m%d-%H%M%S}"
-    candidates = [parent / name, *(parent / f"{name}-{number}" for number in range(2, 1000))]
-    return next(path for path in candidates if not path.exists())
 
 
 def _version(package: str) -> str | None:
