@@ -57,22 +57,21 @@ def entry(table: Tensor, row: Tensor, column: Tensor, index: str) -> Tensor:
 def relative_vectors(
     table: Tensor, places: list[int], masked: set[int], index: str, shift: Tensor | None, added: Tensor | None
 ) -> Tensor:
-    """[T, T, d] r_ij of all pairs of tokens."""
-    if added is not None:
-        perturbed_table = table + added
-    rows = []
-    for i in places:
+    """[T, T, d] r_ij of all pairs of tokens; pairs with equal offsets have one vector."""
+    vectors: dict[tuple[bool, int, int], Tensor] = {}
+
+    def vector(i: int, j: int) -> Tensor:
         hidden = i in masked
-        own = perturbed_table if hidden and added is not None else table
-        dr, dc = shift if hidden and shift is not None else torch.zeros(2, dtype=torch.float64)
-        row = []
-        for j in places:
-            if CLASS in (i, j):
-                row.append(own[49])
-            else:
-                row.append(entry(own, i // GRID - j // GRID + dr, i % GRID - j % GRID + dc, index))
-        rows.append(torch.stack(row))
-    return torch.stack(rows)
+        own = table + added if hidden and added is not None else table
+        if CLASS in (i, j):
+            return own[49]
+        down, across = i // GRID - j // GRID, i % GRID - j % GRID
+        if (hidden, down, across) not in vectors:
+            dr, dc = shift if hidden and shift is not None else torch.zeros(2, dtype=torch.float64)
+            vectors[hidden, down, across] = entry(own, down + dr, across + dc, index)
+        return vectors[hidden, down, across]
+
+    return torch.stack([torch.stack([vector(i, j) for j in places]) for i in places])
 
 
 def position(place: int, width: int, shift: Tensor | None, order: PositionOrder) -> Tensor:
