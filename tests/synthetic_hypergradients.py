@@ -16,7 +16,7 @@ from trp_scale.core.engine import Engine
 from trp_scale.core.pieces import whole_tensors
 from trp_scale.methods.learned_masks.head import HeadLevel, LossGradients
 from trp_scale.methods.learned_masks.hypergradient import ValidationLoss
-from trp_scale.methods.learned_masks.masks import NETWORKS
+from trp_scale.methods.learned_masks.masks import NETWORKS, MaskedWindow
 from trp_scale.pretraining.mae.model import MaskedAutoencoder
 
 Path = Literal["encoder", "head", "both"]
@@ -79,33 +79,42 @@ def leave_one(level: HeadLevel, path: Path) -> None:
 
 
 class Watched:
-    """A run whose updates of the masking network are written down."""
+    """What the last outer step of a run learned from.
+
+    Attributes:
+        gradient: what reached the network's optimizer, reduced; network: the network's weights before the step.
+        windows: masks of each differentiated inner step.
+    """
 
     def __init__(self, run: MasksRun) -> None:
         assert run.hook is not None
         masker = run.hook.masker
         self.gradient: Weights = {}
         self.network: Weights = {}
+        self.windows: list[MaskedWindow] = []
         check, outer_step = masker.network.check_gradients, masker.outer_step
 
         def check_gradients() -> Tensor:
             self.gradient = whole(masker.network, masker.network.piece_gradients())  # type: ignore[attr-defined]
             return check()
 
-        def noted(windows: Any, scale: float) -> None:
-            ((window, _),) = windows
-            chosen = window.selections
+        def noted(windows: Any, scale: float) -> bool:
+            self.windows = [window for window, _ in windows]
             self.network = state(masker.network, "weight")
-            self.lower = Masked(
-                batch=joined(list(window.micros)),
-                visible=torch.cat([each.visible for each in chosen]),
-                masked=torch.cat([each.masked for each in chosen]),
-                embeddings=torch.cat([each.embeddings for each in chosen]),
-            )
             return outer_step(windows, scale)
 
         masker.network.check_gradients = check_gradients  # type: ignore[method-assign]
         masker.outer_step = noted  # type: ignore[method-assign]
+
+    def lower(self, number: int = 0) -> Masked:
+        """This rank's part of an inner step's global batch, with its masks."""
+        window = self.windows[number]
+        return Masked(
+            batch=joined(list(window.micros)),
+            visible=torch.cat([chosen.visible for chosen in window.selections]),
+            masked=torch.cat([chosen.masked for chosen in window.selections]),
+            embeddings=torch.cat([chosen.embeddings for chosen in window.selections if chosen.embeddings is not None]),
+        )
 
 
 def update(
@@ -137,7 +146,7 @@ def update(
         head={name: values["value"] for name, values in head_before.items()},
         head_mean={n: values.get("exp_avg", torch.zeros_like(values["value"])) for n, values in head_before.items()},
         head_square={name: values["exp_avg_sq"] for name, values in head_after.items()},
-        lower=watched.lower,
+        lower=watched.lower(),
         lr=config.optimizer.lr,
         head_lr=config.multilevel.head_lr,
     )

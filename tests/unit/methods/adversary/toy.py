@@ -9,22 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.synthetic import RecordingTrainer, SilentObserver
+from tests.synthetic import RecordingTrainer
+from tests.unit.methods.balancing.toy import CPU, ToyObjective
 from trp_scale.config import BatchConfig, Config, ModelConfig, OptimizerConfig, PretrainTrainingConfig
 from trp_scale.config.images import CropsConfig, MaeVisionConfig
 from trp_scale.config.registry import make_settings
 from trp_scale.core.batch import Batch, TaskLosses
-from trp_scale.core.hooks import Hook, build_hooks
+from trp_scale.core.hooks import Hook
 from trp_scale.core.run import RunContext
-from trp_scale.distributed.groups import Group
 from trp_scale.engines.plain import PlainEngine
 from trp_scale.methods.adversary.positions import position_adversary
 from trp_scale.models.positions import PerturbationShape
 from trp_scale.pretraining.mae.settings import MaeConfig
-from trp_scale.training.decisions import StepAgreement
-
-CPU = torch.device("cpu")
-
 
 COORDINATES = PerturbationShape(kind="relative_coordinate", encoder=(3, 2))
 
@@ -42,31 +38,19 @@ class Toy(nn.Module):
         return self.factor * ((inputs * seen).sum(-1) - 1.0).square()
 
 
-@dataclass
-class ToyObjective:
-    """`tasks` tasks; element e belongs to task e mod tasks."""
+class ElementObjective(ToyObjective):
+    """`size` tasks; element e belongs to task e mod size."""
 
-    in_a_graph = False
-
-    size: int = 1
-
-    @property
-    def tasks(self) -> tuple[str, ...]:
-        return tuple(f"task{number}" for number in range(self.size))
-
-    @property
-    def balanced(self) -> tuple[int, ...]:
-        return tuple(range(self.size))
+    def __init__(self, size: int = 1) -> None:
+        super().__init__(tasks=tuple(f"task{number}" for number in range(size)))
 
     def count(self, batch: Batch) -> Tensor:
-        return torch.bincount(batch.keys % self.size, minlength=self.size).double()
-
-    def outside_weights(self, counts: Tensor) -> Tensor:
-        return torch.zeros_like(counts)
+        return torch.bincount(batch.keys % len(self.tasks), minlength=len(self.tasks)).double()
 
     def __call__(self, forward: Callable[..., Any], batch: Batch) -> TaskLosses:
         losses = forward(batch["inputs"], perturbation=batch.extras.get("perturbation")).double()  # [E]
-        sums = torch.stack([losses[batch.keys % self.size == task].sum() for task in range(self.size)])
+        task = batch.keys % len(self.tasks)
+        sums = torch.stack([losses[task == number].sum() for number in range(len(self.tasks))])
         return TaskLosses(sums=sums, counts=self.count(batch))
 
 
@@ -100,6 +84,7 @@ class Setting:
     optimizer: dict[str, Any] = field(default_factory=dict)
     micro_size: int = 4
     tasks: int = 1
+    steps: int = 1000
     shape: PerturbationShape = COORDINATES
 
     def config(self) -> Config:
@@ -108,7 +93,7 @@ class Setting:
             vision=MaeVisionConfig(patch_size=16),
             crops=CropsConfig(size=112),
             batch=BatchConfig(global_size=8, micro_size=self.micro_size),
-            training=PretrainTrainingConfig(steps=1000),
+            training=PretrainTrainingConfig(steps=self.steps),
             optimizer=OptimizerConfig(
                 **{"kind": "sgd", "lr": 0.01, "warmup_steps": 0, "schedule": "constant", **self.optimizer}
             ),
@@ -119,7 +104,7 @@ class Setting:
 
 def stand_in_run(config: Config) -> RunContext:
     """A run of the toy that nothing is trained in."""
-    return RunContext(config=config, objective=ToyObjective(1), engine=PlainEngine(Toy(1), config, device=CPU))
+    return RunContext(config=config, objective=ElementObjective(), engine=PlainEngine(Toy(1), config, device=CPU))
 
 
 def toy_hook(setting: Setting) -> Any:
@@ -130,17 +115,10 @@ def toy_hook(setting: Setting) -> Any:
 
 def toy_trainer(setting: Setting, hook: Hook | None = None) -> RecordingTrainer:
     """The real loop over the toy, with the adversary of these settings unless another hook is given."""
-    config, group, objective = setting.config(), Group("data"), ToyObjective(setting.tasks)
-    run = RunContext(
-        config=config, objective=objective, engine=PlainEngine(Toy(setting.shape.numel), config, device=CPU)
-    )
-    return RecordingTrainer(
-        run_context=run,
-        hooks=build_hooks(run, [hook or toy_hook(setting)]),
-        source=Elements(config, setting.shape.numel),
-        observer=SilentObserver(),  # type: ignore[arg-type]
-        agreement=StepAgreement(group, 0),
-    )
+    config, numel = setting.config(), setting.shape.numel
+    engine = PlainEngine(Toy(numel), config, device=CPU)
+    run = RunContext(config=config, objective=ElementObjective(setting.tasks), engine=engine)
+    return RecordingTrainer.over(run, Elements(config, numel), [hook or toy_hook(setting)])
 
 
 def gradient(setting: Setting, weight: Tensor, perturbation: Tensor, step: int) -> tuple[Tensor, Tensor, float]:

@@ -7,7 +7,15 @@ from typing import Any
 
 import pytest
 
-from tests.unit.methods.balancing.toy import ToyObjective, balancer, batch, given, stand_in_run, take_step
+from tests.unit.methods.balancing.toy import (
+    ToyObjective,
+    balancer,
+    batch,
+    given,
+    stand_in_run,
+    take_step,
+    weigh_history,
+)
 from trp_scale.config import RefusedError
 from trp_scale.config.registry import make_settings
 from trp_scale.core.hooks import build_hooks
@@ -17,11 +25,7 @@ THREE = ToyObjective(tasks=("a", "b", "c"))
 
 def run(history: list[dict[int, float]], **settings: Any) -> tuple[Any, list[list[float]]]:
     weigher = balancer(THREE, "dwa", **{"interval_steps": 2, "total": "paper", **settings})
-    weights = [
-        take_step(weigher, THREE, given, [batch({t: [loss] for t, loss in losses.items()})], step=number).weights
-        for number, losses in enumerate(history)
-    ]
-    return weigher, weights
+    return weigher, weigh_history(weigher, THREE, history)
 
 
 def from_ratios(ratios: list[float], temperature: float = 2.0) -> list[float]:

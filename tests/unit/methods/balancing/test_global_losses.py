@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.unit.methods.balancing.test_minimax import softmax
-from tests.unit.methods.balancing.toy import ToyObjective, Twins, balancer, batch, given, take_step
+from tests.unit.methods.balancing.toy import ToyObjective, Twins, balancer, batch, given, take_step, weigh_history
 from trp_scale.core.batch import Batch
 
 FOUR = ToyObjective(tasks=("a", "b", "c", "d"))
@@ -101,7 +101,7 @@ def test_exact_sums_over_ranks() -> None:
         assert twins.ctx.sums.tolist() == pytest.approx((2 * alone.ctx.sums).tolist(), rel=1e-13)
 
 
-def lagged(**settings: Any) -> tuple[Any, list[list[float]]]:
+def lagged(**settings: Any) -> list[list[float]]:
     """Weights of four steps in which task c comes at the third only, and task b is absent from it."""
     weigher = balancer(FOUR, estimate="lagged", **settings)
     history: list[dict[int, float]] = [
@@ -110,15 +110,11 @@ def lagged(**settings: Any) -> tuple[Any, list[list[float]]]:
         {0: 0.5, 2: 9.0, 3: 1.5},
         {0: 7.0, 1: 7.0, 2: 7.0, 3: 7.0},
     ]
-    weights = []
-    for number, losses in enumerate(history):
-        window = [batch({t: [loss] for t, loss in losses.items()})]
-        weights.append(take_step(weigher, FOUR, given, window, step=number).weights)
-    return weigher, weights
+    return weigh_history(weigher, FOUR, history)
 
 
 def test_lagged_takes_the_losses_of_the_last_step_each_task_was_seen_in() -> None:
-    _, weights = lagged(alpha=2.0)
+    weights = lagged(alpha=2.0)
     assert weights[0] == pytest.approx([1 / 3, 1 / 3, 0.0, 1 / 3], abs=1e-14)  # uniform over the tasks present
     assert weights[1] == pytest.approx(softmax({0: 2.0, 1: 6.0, 3: 4.0}, 4), abs=1e-14)
     # c is new and enters with the mean of the others' last losses, b is absent.
@@ -131,12 +127,7 @@ def test_lagged_takes_the_losses_of_the_last_step_each_task_was_seen_in() -> Non
 def hard_lagged(*history: dict[int, float], objective: ToyObjective = FOUR, applied: bool = True) -> list[list[float]]:
     """Weights of each step of lagged with the hard maximum."""
     weigher = balancer(objective, estimate="lagged", alpha_schedule="hard")
-    return [
-        take_step(
-            weigher, objective, given, [batch({t: [loss] for t, loss in losses.items()})], step=k, applied=applied
-        ).weights
-        for k, losses in enumerate(history)
-    ]
+    return weigh_history(weigher, objective, history, applied=applied)
 
 
 def test_lagged_and_hard_shares_a_tie_equally_as_the_softmax_does_in_the_limit() -> None:
@@ -144,8 +135,7 @@ def test_lagged_and_hard_shares_a_tie_equally_as_the_softmax_does_in_the_limit()
     assert hard_lagged({0: 2.0}, {1: 1.0, 3: 9.0})[1] == [0.0, 0.5, 0.0, 0.5]
     assert hard_lagged({0: 2.0, 1: 2.0, 2: 1.0}, {0: 1.0, 1: 1.0, 2: 1.0})[1] == [0.5, 0.5, 0.0, 0.0]
     sharp = balancer(FOUR, estimate="lagged", alpha=1e6)
-    take_step(sharp, FOUR, given, [batch({0: [2.0]})])
-    assert take_step(sharp, FOUR, given, [batch({1: [1.0], 3: [9.0]})], step=1).weights == [0.0, 0.5, 0.0, 0.5]
+    assert weigh_history(sharp, FOUR, [{0: 2.0}, {1: 1.0, 3: 9.0}])[1] == [0.0, 0.5, 0.0, 0.5]
 
 
 def test_lagged_and_hard_is_uniform_until_the_loss_of_a_balanced_task_is_known() -> None:
@@ -160,7 +150,7 @@ def test_lagged_and_hard_is_uniform_until_the_loss_of_a_balanced_task_is_known()
 @pytest.mark.parametrize("scale", ["initial", "reference"])
 def test_lagged_with_scaled_losses_is_uniform_first_and_a_new_task_enters_with_the_mean_score(scale: str) -> None:
     reference = {"a": 0.5, "b": 2.5, "c": 9.0} if scale == "reference" else {}
-    _, weights = lagged(scale=scale, reference=reference)
+    weights = lagged(scale=scale, reference=reference)
     assert weights[0] == pytest.approx([1 / 3, 1 / 3, 0.0, 1 / 3], abs=1e-14)
     a, b, d = (2.0 / 1.0, 1.0 / 3.0, 2.5 / 2.0) if scale == "initial" else (2.0 - 0.5, 1.0 - 2.5, 2.5)
     assert weights[2] == pytest.approx(softmax({0: a, 2: (a + b + d) / 3, 3: d}, 4), abs=1e-14)
@@ -168,10 +158,9 @@ def test_lagged_with_scaled_losses_is_uniform_first_and_a_new_task_enters_with_t
 
 def test_lagged_takes_the_mean_for_a_new_task_from_balanced_tasks_alone() -> None:
     objective = ToyObjective(tasks=FOUR.tasks, outside={3: 1.0})
-    weigher = balancer(objective, estimate="lagged")
-    take_step(weigher, objective, given, [batch({0: [1.0], 1: [2.0], 3: [60.0]})])
-    step = take_step(weigher, objective, given, [batch({0: [1.0], 1: [2.0], 2: [5.0], 3: [60.0]})], step=1)
-    assert step.weights == pytest.approx([*softmax({0: 1.0, 1: 2.0, 2: 1.5}, 3), 1.0], abs=1e-14)
+    history = [{0: 1.0, 1: 2.0, 3: 60.0}, {0: 1.0, 1: 2.0, 2: 5.0, 3: 60.0}]
+    weights = weigh_history(balancer(objective, estimate="lagged"), objective, history)[1]
+    assert weights == pytest.approx([*softmax({0: 1.0, 1: 2.0, 2: 1.5}, 3), 1.0], abs=1e-14)
 
 
 def test_lagged_makes_no_forward_pass_of_its_own() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -11,11 +12,10 @@ import torch
 from torch import Tensor
 
 from tests.unit.methods.balancing.branching import Branched, Branching, BranchingObjective, elements, window
-from tests.unit.methods.balancing.toy import CPU, ToyObjective, balancer, take_step
+from tests.unit.methods.balancing.toy import StandInEngine, ToyObjective, balancer, take_step
 from trp_scale.config import RefusedError
 from trp_scale.core.hooks import Hook, Hooks, StepContext
 from trp_scale.core.run import RunContext
-from trp_scale.distributed.groups import ALONE
 from trp_scale.methods.adversary.ascent import run_own_pass
 from trp_scale.methods.balancing.gradnorm import SMALLEST_WEIGHT, GradNorm
 from trp_scale.pretraining.pos_bert.settings import PosBertConfig
@@ -131,31 +131,22 @@ class OwnPasses(Hook):
             ctx.compute_losses(ctx.window[0])
 
 
-class PassEngine:
+@dataclass
+class PassEngine(StandInEngine):
     """What run_own_pass needs."""
-
-    data_group = ALONE
-    device = CPU
-    graphs = captured_graphs = None
-
-    def __init__(self, forward: Watched) -> None:
-        self.forward = forward
-
-    def __call__(self, *arguments: Any, **named: Any) -> Any:
-        return self.forward(*arguments, **named)
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         loss.backward()  # type: ignore[no-untyped-call]
 
     def discard_gradients(self) -> None:
-        self.forward.model.zero_grad()
+        self.forward.model.zero_grad()  # type: ignore[union-attr]
 
 
 def test_passes_of_other_hooks_are_not_tapped_and_change_nothing() -> None:
     watched, weigher = Watched(), gradnorm()
     parts = window(elements(0, NEVER, 3), 3)
     hooks = Hooks(weigher, [OwnPasses()])
-    engine: Any = PassEngine(watched)
+    engine: Any = PassEngine(forward=watched)
     counts = torch.stack([THREE.count(micro) for micro in parts]).sum(0)
     run = RunContext(config=PosBertConfig(), objective=THREE, engine=engine)
     ctx = StepContext(run=run, hooks=hooks, step=0, window=parts, counts=counts, lr=1.0)
@@ -173,17 +164,18 @@ def test_passes_of_other_hooks_are_not_tapped_and_change_nothing() -> None:
     assert weigher.metrics() == alone.metrics()
 
 
+@pytest.mark.parametrize("kind", ["gradnorm", "jd"])
 @pytest.mark.parametrize(
-    ("objective", "settings", "message"),
+    ("objective", "message"),
     [
-        (ToyObjective(tasks=("a", "b")), {}, "the objective ToyObjective"),
-        (BranchingObjective(tasks=("a", "far"), outside={1: 1.0}), {}, r"--balancer.kind gradnorm compares .* \['a'\]"),
-        (BranchingObjective(tasks=("a", "b", "next"), beside=(2,)), {}, "at representation"),
+        (ToyObjective(tasks=("a", "b")), "--balancer.kind {} .*ToyObjective"),
+        (BranchingObjective(tasks=("a", "far"), outside={1: 1.0}), r"--balancer.kind {} compares .* \['a'\]"),
+        (BranchingObjective(tasks=("a", "b", "next"), beside=(2,)), "--balancer.at weights.* next .*at representation"),
     ],
 )
-def test_what_cannot_be_told_apart_is_refused_at_start(objective: Any, settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(RefusedError, match=message):
-        balancer(objective, "gradnorm", **settings)
+def test_what_cannot_be_told_apart_is_refused_at_start(kind: str, objective: Any, message: str) -> None:
+    with pytest.raises(RefusedError, match=message.format(kind)):
+        balancer(objective, kind)
 
 
 def test_a_task_beside_the_shared_layer_is_fine_outside_the_balance_or_at_the_representation() -> None:

@@ -9,7 +9,16 @@ from typing import Any, cast
 
 import pytest
 
-from tests.unit.methods.balancing.toy import ToyObjective, Twins, balancer, batch, given, stand_in_run, take_step
+from tests.unit.methods.balancing.toy import (
+    ToyObjective,
+    Twins,
+    balancer,
+    batch,
+    given,
+    stand_in_run,
+    take_step,
+    weigh_history,
+)
 from trp_scale.checkpoint.run_directory import adopt_unrecorded
 from trp_scale.config.registry import make_settings
 from trp_scale.core.batch import Batch
@@ -18,14 +27,6 @@ from trp_scale.methods.balancing.global_losses import GroupDro
 from trp_scale.pretraining.pos_bert.settings import PosBertConfig
 
 THREE = ToyObjective(tasks=("a", "b", "c"))
-
-
-def weights_of(weigher: Any, *history: dict[int, float]) -> list[list[float]]:
-    """Weights of steps in which each task has one element."""
-    return [
-        take_step(weigher, THREE, given, [batch({t: [loss] for t, loss in losses.items()})], step=number).weights
-        for number, losses in enumerate(history)
-    ]
 
 
 def dro(**settings: Any) -> Any:
@@ -39,9 +40,10 @@ def shares(powers: dict[int, float]) -> list[float]:
 
 def test_lagged_weighs_a_batch_by_what_was_known_before_it_and_needs_no_pass_of_its_own() -> None:
     history = [{0: 1.0, 1: 2.0, 2: 4.0}, {0: 3.0, 1: 1.0}, {0: 1.0, 1: 1.0, 2: 1.0}]
-    lagged = weights_of(dro(estimate="lagged"), *history)
+    lagged = weigh_history(dro(estimate="lagged"), THREE, history)
     assert lagged[0] == pytest.approx([1 / 3] * 3)
-    assert lagged[2] == pytest.approx(weights_of(dro(), *history[:2], {0: 0.0, 1: 0.0, 2: 0.0})[2], rel=1e-13)
+    exact = weigh_history(dro(), THREE, [*history[:2], {0: 0.0, 1: 0.0, 2: 0.0}])
+    assert lagged[2] == pytest.approx(exact[2], rel=1e-13)
     halves = [batch({0: [1.0], 1: [2.0]}), batch({0: [1.5], 2: [4.0]})]
     assert take_step(dro(estimate="lagged"), THREE, given, halves).passes == 2
     assert take_step(dro(), THREE, given, halves).passes == 4
@@ -100,17 +102,18 @@ def test_a_run_of_an_earlier_version_keeps_the_batch_s_sizes() -> None:
 
 
 def test_the_losses_are_scaled_and_smoothed_as_minimax_s_are() -> None:
-    initial = weights_of(dro(scale="initial"), {0: 2.0, 1: 4.0}, {0: 1.0, 1: 6.0})
+    history = [{0: 2.0, 1: 4.0}, {0: 1.0, 1: 6.0}, {0: 2.0, 1: 2.0}]
+    initial = weigh_history(dro(scale="initial"), THREE, history[:2])
     assert initial[0][:2] == pytest.approx([0.5, 0.5])
     assert initial[1] == pytest.approx(shares({0: 0.5 * 1.5, 1: 0.5 * 2.5}), rel=1e-14)
-    smooth = weights_of(dro(loss_ema=0.75), {0: 2.0, 1: 4.0}, {0: 1.0, 1: 6.0}, {0: 2.0, 1: 2.0})
+    smooth = weigh_history(dro(loss_ema=0.75), THREE, history)
     assert smooth[1] == pytest.approx(shares({0: 0.5 * (2 + 1.75), 1: 0.5 * (4 + 4.5)}), rel=1e-14)
     assert smooth[2] == pytest.approx(shares({0: 0.5 * (3.75 + 1.8125), 1: 0.5 * (8.5 + 3.875)}), rel=1e-14)
 
 
 def test_a_share_too_small_for_a_float_comes_back() -> None:
     weigher = dro(rate=10.0)
-    *_, fallen = weights_of(weigher, *[{0: 20.0, 1: 1.0}] * 6)
+    *_, fallen = weigh_history(weigher, THREE, [{0: 20.0, 1: 1.0}] * 6)
     assert fallen[1] == 0.0  # e^-1140
-    back = weights_of(weigher, *[{0: 1.0, 1: 20.0}] * 6)[-1]
+    back = weigh_history(weigher, THREE, [{0: 1.0, 1: 20.0}] * 6)[-1]
     assert back[:2] == pytest.approx([0.5, 0.5], rel=1e-9)

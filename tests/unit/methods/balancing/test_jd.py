@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tests.unit.methods.balancing.branching import Branching, BranchingObjective, elements, window
-from tests.unit.methods.balancing.toy import ToyObjective, balancer, take_step
+from tests.unit.methods.balancing.toy import balancer, take_step
 from trp_scale.config import RefusedError
 from trp_scale.core.batch import PendingTensor
 from trp_scale.core.run import TapPlace, tensor_seed
@@ -185,16 +185,3 @@ def test_a_missing_package_is_refused_with_its_extra(without_torchjd: None) -> N
 def test_a_missing_solver_is_refused_by_the_name_of_its_method() -> None:
     with pytest.raises(RefusedError, match=r"--balancer\.method cagrad.*cvxpy"):
         jd(method="cagrad")
-
-
-@pytest.mark.parametrize(
-    ("objective", "message"),
-    [
-        (ToyObjective(tasks=("a", "b")), "--balancer.kind jd .*ToyObjective"),
-        (BranchingObjective(tasks=("a", "far"), outside={1: 1.0}), r"--balancer.kind jd .*\['a'\]"),
-        (BranchingObjective(tasks=("a", "b", "next"), beside=(2,)), "--balancer.at weights.* next "),
-    ],
-)
-def test_gradients_that_cannot_be_told_apart_are_refused_at_start(objective: Any, message: str) -> None:
-    with pytest.raises(RefusedError, match=message):
-        balancer(objective, "jd")

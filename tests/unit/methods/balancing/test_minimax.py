@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.unit.methods.balancing.toy import ToyObjective, balancer, batch, given, take_step
+from tests.unit.methods.balancing.toy import ToyObjective, balancer, batch, given, take_step, weigh_history
 from trp_scale.methods.balancing.global_losses import Minimax, softmax_weights, spread_alpha, theorem_alpha
 
 THREE = ToyObjective(tasks=("a", "b", "c"))
@@ -68,10 +68,10 @@ def test_the_hard_maximum_takes_the_worst_mean_not_the_worst_sum() -> None:
 
 def test_a_task_below_min_count_takes_no_part() -> None:
     window = [batch({0: [1.0] * 5, 1: [9.0], 2: [2.0] * 3})]
-    below = take_step(balancer(THREE, min_count=2), THREE, given, window).weights
-    assert below == exactly(softmax({0: 1.0, 2: 2.0}, 3))
-    at_the_limit = take_step(balancer(THREE, min_count=3), THREE, given, window).weights
-    assert at_the_limit == exactly(softmax({0: 1.0, 2: 2.0}, 3))
+    for count in (2, 3, 100):  # below the limit, at it, and where it leaves no task: then all present ones take part
+        weights = take_step(balancer(THREE, min_count=count), THREE, given, window).weights
+        expected = {0: 1.0, 2: 2.0} | ({1: 9.0} if count == 100 else {})
+        assert weights == exactly(softmax(expected, 3)), count
 
 
 def test_min_count_is_of_the_global_batch_with_micro_estimates_too() -> None:
@@ -79,11 +79,6 @@ def test_min_count_is_of_the_global_batch_with_micro_estimates_too() -> None:
     settings = {"estimate": "micro", "min_count": 3}
     assert take_step(balancer(THREE, **settings), THREE, given, window).weights[2] > 0.5
     assert take_step(balancer(THREE, **{**settings, "min_count": 4}), THREE, given, window).weights[2] == 0.0
-
-
-def test_when_min_count_leaves_no_task_all_present_ones_take_part() -> None:
-    step = take_step(balancer(THREE, min_count=100), THREE, given, [batch({0: [1.0] * 5, 2: [2.0] * 3})])
-    assert step.weights == exactly(softmax({0: 1.0, 2: 2.0}, 3))
 
 
 @pytest.mark.parametrize("estimate", ["exact", "lagged"])
@@ -98,31 +93,27 @@ def test_loss_ema_is_the_recursion_on_the_losses(estimate: str) -> None:
         {0: 1.0, 1: 1.0},
     ]
     smooth: dict[int, float] = {}
-    for number, losses in enumerate(seen):
+    for losses, weights in zip(seen, weigh_history(weigher, THREE, seen), strict=True):
         before = dict(smooth)
         for task, loss in losses.items():
             smooth[task] = g * smooth[task] + (1 - g) * loss if task in smooth else loss
-        step = take_step(weigher, THREE, given, [batch({t: [loss] for t, loss in losses.items()})], step=number)
         source = smooth if estimate == "exact" else before or dict.fromkeys(losses, 0.0)
-        assert step.weights == exactly(softmax({t: 2.0 * source[t] for t in losses}, 3)), number
+        assert weights == exactly(softmax({t: 2.0 * source[t] for t in losses}, 3)), losses
 
 
 def test_scale_initial_bears_a_first_loss_of_zero() -> None:
     """The cross-entropy over a single class is 0."""
-    weigher = balancer(THREE, scale="initial")
-    for step in range(2):
-        weights = take_step(weigher, THREE, given, [batch({0: [1.0], 2: [0.0]})], step=step).weights
+    for weights in weigh_history(balancer(THREE, scale="initial"), THREE, [{0: 1.0, 2: 0.0}] * 2):
         assert sum(weights) == pytest.approx(1.0) and weights[2] < weights[0]
 
 
 def test_scale_initial_divides_by_the_first_loss_of_each_task() -> None:
     weigher = balancer(THREE, scale="initial", alpha=3.0)
-    first = take_step(weigher, THREE, given, [batch({0: [4.0], 1: [0.5]})])
-    assert first.weights == exactly([0.5, 0.5, 0.0])  # all are at L / L_0 = 1
-    second = take_step(weigher, THREE, given, [batch({0: [1.0], 1: [0.4], 2: [7.0]})], step=1)
-    assert second.weights == exactly(softmax({0: 3 * 0.25, 1: 3 * 0.8, 2: 3 * 1.0}, 3))
-    third = take_step(weigher, THREE, given, [batch({0: [1.0], 1: [0.4], 2: [14.0]})], step=2)
-    assert third.weights == exactly(softmax({0: 3 * 0.25, 1: 3 * 0.8, 2: 3 * 2.0}, 3))
+    history = [{0: 4.0, 1: 0.5}, {0: 1.0, 1: 0.4, 2: 7.0}, {0: 1.0, 1: 0.4, 2: 14.0}]
+    first, second, third = weigh_history(weigher, THREE, history)
+    assert first == exactly([0.5, 0.5, 0.0])  # all are at L / L_0 = 1
+    assert second == exactly(softmax({0: 3 * 0.25, 1: 3 * 0.8, 2: 3 * 1.0}, 3))
+    assert third == exactly(softmax({0: 3 * 0.25, 1: 3 * 0.8, 2: 3 * 2.0}, 3))
     assert weigher.metrics()["scaled"] == pytest.approx({"a": 0.25, "b": 0.8, "c": 2.0})
 
 

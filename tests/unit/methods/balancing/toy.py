@@ -166,30 +166,28 @@ def given(values: Tensor) -> Tensor:
     return values
 
 
-@dataclass
-class ClosedForm:
+def weigh_history(
+    weigher: TaskBalancer, objective: Any, history: Sequence[Mapping[int, float]], *, applied: bool = True
+) -> list[list[float]]:
+    """Weights of steps in which each task that is there has one element, with this loss."""
+    windows = [[batch({t: [loss] for t, loss in losses.items()})] for losses in history]
+    return [
+        take_step(weigher, objective, given, window, step=number, applied=applied).weights
+        for number, window in enumerate(windows)
+    ]
+
+
+class ClosedForm(ToyObjective):
     """An objective of `size` tasks with one element each, whose losses [T] are a function of a point [D]."""
 
-    in_a_graph = False
-
-    losses: Callable[[Tensor], Tensor]
-    size: int
-
-    @property
-    def tasks(self) -> tuple[str, ...]:
-        return tuple(f"f{number}" for number in range(self.size))
-
-    @property
-    def balanced(self) -> tuple[int, ...]:
-        return tuple(range(self.size))
+    def __init__(self, losses: Callable[[Tensor], Tensor], size: int) -> None:
+        super().__init__(tasks=tuple(f"f{number}" for number in range(size)))
+        self.losses = losses
 
     def count(self, batch: Batch) -> Tensor:
-        return torch.ones(self.size, dtype=torch.float64)
+        return torch.ones(len(self.tasks), dtype=torch.float64)
 
-    def outside_weights(self, counts: Tensor) -> Tensor:
-        return torch.zeros_like(counts)
-
-    def __call__(self, forward: Callable[[], Tensor], batch: Batch) -> TaskLosses:
+    def __call__(self, forward: Callable[..., Any], batch: Batch) -> TaskLosses:
         return TaskLosses(sums=self.losses(forward()), counts=self.count(batch))
 
     def worst(self, point: Tensor) -> float:

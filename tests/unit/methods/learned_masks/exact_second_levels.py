@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tests.unit.methods.learned_masks.exact_hypergradient import (
@@ -19,8 +20,7 @@ from tests.unit.methods.learned_masks.exact_hypergradient import (
 from trp_scale.core.batch import Batch
 
 
-@dataclass
-class Found:
+class Exact(NamedTuple):
     """Attributes: hypergradient: dL_val / dT; encoder, head: what is asked on D_val, E' or F', and C'."""
 
     hypergradient: Weights
@@ -32,64 +32,57 @@ def leaves(weights: Weights) -> Weights:
     return {name: value.detach().clone().requires_grad_() for name, value in weights.items()}
 
 
-def held(weights: Weights) -> Weights:
-    return {name: value.detach() for name, value in weights.items()}
-
-
-def pair(head: Weights) -> tuple[torch.Tensor, torch.Tensor]:
+def pair(head: Weights) -> tuple[Tensor, Tensor]:
     return head["weight"], head["bias"]
 
 
-def joint(
-    model: nn.Module,
-    weights: Weights,
-    network: nn.Module,
-    own: Weights,
-    head: Weights,
-    *,
-    lower: Masked,
-    train: Batch,
-    validation: Batch,
-    encoder_rule: Rule,
-    head_rule: Rule,
-    gamma: float,
-    normalise: bool = False,
-) -> Found:
-    """dL_val / dT of one step of encoder and head down L_cls(D_tr) + gamma L_rec (eq. 5)."""
-    own, present, start = leaves(own), leaves(weights), leaves(head)
-    with sdpa_kernel(SDPBackend.MATH):
-        classes = cross_entropy(model, present, pair(start), train, "mean")
-        loss = classes + gamma * reconstruction(model, present, network, own, lower, normalise=normalise)
-        moved, moved_head = descended(present, loss, encoder_rule), descended(start, loss, head_rule)
-        answer = cross_entropy(model, moved, pair(moved_head), validation, "mean")
-        gradients = torch.autograd.grad(answer, list(own.values()))
-    return Found(dict(zip(own, gradients, strict=True)), held(moved), held(moved_head))
+@dataclass(kw_only=True)
+class Levels:
+    """What the exact hypergradient of the last step of a cycle needs.
 
+    Attributes:
+        encoder, tuned, head, network: weights before the step: of E, F (E without a second encoder), C and T.
+        encoder_rule, tuned_rule, head_rule: their steps.
+        lower, train, validation: global batches of the step.
+    """
 
-def fine_tuned(
-    model: nn.Module,
-    weights: Weights,
-    tuned: Weights,
-    network: nn.Module,
-    own: Weights,
-    head: Weights,
-    *,
-    lower: Masked,
-    train: Batch,
-    validation: Batch,
-    encoder_rule: Rule,
-    tuned_rule: Rule,
-    head_rule: Rule,
-    pull: float,
-) -> Found:
-    """dL_val / dT of E's step, and after it F's and the head's: F' = F - step(grad L_cls(F, C)) - pull (F - E')
-    (eq. 13, pull = 2 eta lambda)."""
-    own, present, second, start = leaves(own), leaves(weights), leaves(tuned), leaves(head)
-    with sdpa_kernel(SDPBackend.MATH):
-        moved = descended(present, reconstruction(model, present, network, own, lower), encoder_rule)
-        classes = cross_entropy(model, second, pair(start), train, "mean")
-        stepped, moved_head = descended(second, classes, tuned_rule), descended(start, classes, head_rule)
-        pulled = {name: stepped[name] - pull * (second[name] - moved[name]) for name in second}
-        answer = cross_entropy(model, pulled, pair(moved_head), validation, "mean")
+    model: nn.Module
+    masking: nn.Module
+    encoder: Weights
+    tuned: Weights
+    head: Weights
+    network: Weights
+    encoder_rule: Rule
+    tuned_rule: Rule
+    head_rule: Rule
+    lower: Masked
+    train: Batch
+    validation: Batch
+
+    def joint(self, gamma: float, *, normalise: bool) -> Exact:
+        """One step of encoder and head down L_cls(D_tr) + gamma L_rec (eq. 5)."""
+        own, present, start = leaves(self.network), leaves(self.encoder), leaves(self.head)
+        with sdpa_kernel(SDPBackend.MATH):
+            classes = cross_entropy(self.model, present, pair(start), self.train, "mean")
+            masked = reconstruction(self.model, present, self.masking, own, self.lower, normalise=normalise)
+            moved = descended(present, classes + gamma * masked, self.encoder_rule)
+            return self._asked(own, moved, descended(start, classes + gamma * masked, self.head_rule))
+
+    def fine_tuned(self, pull: float) -> Exact:
+        """E's step, and after it F's and the head's: F' = F - step(grad L_cls(F, C)) - pull (F - E') (eq. 13, pull = 2
+        eta lambda)."""
+        own, present, second, start = map(leaves, (self.network, self.encoder, self.tuned, self.head))
+        with sdpa_kernel(SDPBackend.MATH):
+            masked = reconstruction(self.model, present, self.masking, own, self.lower)
+            moved = descended(present, masked, self.encoder_rule)
+            classes = cross_entropy(self.model, second, pair(start), self.train, "mean")
+            stepped = descended(second, classes, self.tuned_rule)
+            pulled = {name: stepped[name] - pull * (second[name] - moved[name]) for name in second}
+            return self._asked(own, pulled, descended(start, classes, self.head_rule))
+
+    def _asked(self, own: Weights, encoder: Weights, head: Weights) -> Exact:
+        """Differentiate L_val by the masking network's weights."""
+        answer = cross_entropy(self.model, encoder, pair(head), self.validation, "mean")
         gradients = torch.autograd.grad(answer, list(own.values()))
-    return Found(dict(zip(own, gradients, strict=True)), held(pulled), held(moved_head))
+        held = ({name: value.detach() for name, value in weights.items()} for weights in (encoder, head))
+        return Exact(dict(zip(own, gradients, strict=True)), *held)

@@ -13,12 +13,11 @@ from tests.synthetic import Layout
 from tests.synthetic_images import CROPS, PATCHES, VISIBLE
 from tests.synthetic_masks import mask_config, masks_run
 from trp_scale.config import Config
-from trp_scale.config.loader import load_recipe
-from trp_scale.config.registry import make_settings
 from trp_scale.pretraining.base import DataFacts
 from trp_scale.pretraining.mae.upstream import ImageUpstream
 
 ROWS = 8
+LAYOUT = Layout(micro_size=ROWS)
 
 
 def counted_cycle(config: Config) -> int:
@@ -59,7 +58,7 @@ CASES: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("changes", always(CASES, *(CASES[number] for number in (0, 1, 3, 6, 7, 8, 10))), ids=str)
 def test_a_cycle_is_what_torch_counts_in_it(changes: dict[str, Any]) -> None:
-    config = mask_config(Layout(micro_size=8), **changes)
+    config = mask_config(LAYOUT, model={"layers": 1}, **changes)
     settings = config.multilevel
     steps = settings.unroll * settings.every
     backward = steps  # passes through the model with masks
@@ -76,15 +75,6 @@ def test_a_cycle_is_what_torch_counts_in_it(changes: dict[str, Any]) -> None:
     assert counted_cycle(config) == pytest.approx(expected, rel=1e-12)
 
 
-def imagenet(**multilevel: Any) -> Config:
-    """ViT-B/16 with a decoder of 8 x 512 on 256 images of 224 px, which one rank holds in one pass."""
-    config = load_recipe("mae_vit_b")
-    config.batch.global_size = config.batch.micro_size = 256
-    config.multilevel = make_settings("multilevel", "head", **multilevel)
-    return config
-
-
 def test_ranks_that_hold_their_share_in_one_pass_need_no_pass_for_the_head_alone() -> None:
-    one_pass = step_flops(imagenet(unroll=2))
-    assert step_flops(imagenet(unroll=2, micro_size=64), ranks=4) == one_pass
-    assert step_flops(imagenet(unroll=2, micro_size=64), ranks=1) > one_pass
+    one, parts = mask_config(LAYOUT), mask_config(LAYOUT, multilevel={"micro_size": ROWS // 4})
+    assert step_flops(parts, ranks=4) == step_flops(one) < step_flops(parts, ranks=1)

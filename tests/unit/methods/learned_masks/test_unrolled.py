@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from tests.synthetic_hypergradients import Watched
 from tests.synthetic_masks import D_TR, D_VAL, MasksRun, labelled
 from tests.unit.methods.learned_masks.exact_hypergradient import Rule, Weights, hypergradient, soft_mask
-from tests.unit.methods.learned_masks.test_hypergradient import Recorder, copies, relative, start
+from tests.unit.methods.learned_masks.test_hypergradient import copies, relative, start
 
 RATE = 0.05
 
@@ -25,7 +26,7 @@ def looked_ahead(
     own = {"mode": "look_ahead", "unroll": unroll, "look_ahead_lr": RATE, **settings.pop("multilevel", {})}
     run = start(micro_size=micro_size, multilevel=own, **settings)
     assert run.hook is not None
-    recorder, config = Recorder(run), run.trainer.config
+    watched, config = Watched(run), run.trainer.config
     for _ in range(unroll):
         run.trainer.train_step()
     weights, head = copies(run.model), run.hook.outer.level.head.parameters  # type: ignore[attr-defined]
@@ -35,17 +36,17 @@ def looked_ahead(
         run.model,
         weights,
         run.networks[0],
-        recorder.own,
+        watched.network,
         (head.weight, head.bias),
         # A full derivative goes through the steps from the last to the first.
-        lower=[recorder.lower(number) for number in reversed(range(len(recorder.windows)))],
+        lower=[watched.lower(number) for number in reversed(range(len(watched.windows)))],
         train=labelled(range(D_TR + size, D_TR + 2 * size)),
         validation=labelled(range(D_VAL + size, D_VAL + 2 * size)),
         encoder_rule=descent(RATE),
         head_rule=descent(config.multilevel.head_lr),
         **kind,
     )
-    return recorder.gradient, exact, run
+    return watched.gradient, exact, run
 
 
 @pytest.mark.parametrize("micro_size", [8, 4])
