@@ -68,8 +68,9 @@ def steps(config: Config, world: int, count: int, cursor: int = 0) -> list[dict[
 def assert_same(ours: list[dict[str, torch.Tensor]], theirs: list[dict[str, torch.Tensor]]) -> None:
     assert len(ours) == len(theirs)
     for one, other in zip(ours, theirs, strict=True):
+        assert one.keys() == other.keys()
         for name, value in one.items():
-            assert torch.equal(value, other[name]), name
+            torch.testing.assert_close(value, other[name], rtol=0, atol=0, equal_nan=True, msg=name)
 
 
 def damage(dataset: Path, block: int, member: int, place: int, content: bytes) -> str:

@@ -8,7 +8,7 @@ import torch
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
-from tests.unit.models.small_images import GRID, PATCH
+from tests.unit.models.small_images import GRID, PATCH, randomise_weights
 from trp_scale.config import BatchConfig, ModelConfig
 from trp_scale.config.images import CropsConfig, RelativeVisionConfig
 from trp_scale.finetuning.classification.settings import ClassificationDownstreamConfig, ClassificationTaskConfig
@@ -26,16 +26,6 @@ def finetune_config(grid: int = GRID, **downstream: Any) -> ClassificationTaskCo
         batch=BatchConfig(global_size=8, micro_size=4),
         downstream=ClassificationDownstreamConfig(**{"dropout": 0.0, "classes": CLASSES, **downstream}),
     )
-
-
-def randomise_weights(model: nn.Module, *, seed: int = 0) -> None:
-    """Every parameter is drawn, large enough that all of them matter."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(0.25 * torch.randn(parameter.shape, generator=generator))
-            if "norm" in name and name.endswith("weight"):
-                parameter.add_(1.0)
 
 
 def timm_vit(grid: int = GRID, **changes: Any) -> VisionTransformer:

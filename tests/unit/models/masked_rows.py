@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from tests.unit.models.small_images import randomise_weights
 from trp_scale.config import TextModelConfig
 from trp_scale.core.batch import Batch
 from trp_scale.data.text.dataset import GROUPS
@@ -27,12 +28,7 @@ def small_sizes(dropout: float = 0.0, layers: int = 2) -> TextModelConfig:
 def small_model(seed: int = 0, dropout: float = 0.0) -> BertForMaskedPositions:
     """Every weight is drawn anew and large enough that biases, norms and logits all matter; not in training mode."""
     model = BertForMaskedPositions(small_sizes(dropout), vocab_size=VOCABULARY, seed=seed)
-    generator = torch.Generator().manual_seed(100 + seed)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(0.25 * torch.randn(parameter.shape, generator=generator))
-            if name.endswith("LayerNorm.weight"):
-                parameter.add_(1.0)
+    randomise_weights(model, seed=100 + seed)
     return model.eval()
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from trp_scale.config import Config, ModelConfig
 from trp_scale.config.images import CropsConfig, MaeMaskingConfig, MaeVisionConfig
 from trp_scale.config.registry import make_settings
+from trp_scale.models.patches import unpatchify
 from trp_scale.models.positions import PositionOrder, RelativeMode, sine_cosine
 from trp_scale.pretraining.mae.model import MaskedAutoencoder
 from trp_scale.pretraining.mae.settings import MaeConfig
@@ -61,16 +62,27 @@ def config(
     )
 
 
-def small_model(settings: Config, *, seed: int = 0, dtype: torch.dtype = torch.float64) -> MaskedAutoencoder:
-    """Every weight is drawn anew, relative tables too, and large enough that all of them matter."""
-    model = MaskedAutoencoder(settings)
-    generator = torch.Generator().manual_seed(100 + seed)
+def randomise_weights(model: nn.Module, *, seed: int = 0) -> None:
+    """Every parameter is drawn, large enough that all of them matter."""
+    generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             drawn = torch.randn(parameter.shape, generator=generator)
             parameter.copy_((1.0 if name.endswith("table") else 0.25) * drawn)
-            if "norm" in name and name.endswith("weight"):
+            if "norm" in name.lower() and name.endswith("weight"):
                 parameter.add_(1.0)
+
+
+def images(rows: int = 3, grid: int = GRID) -> Tensor:
+    """[R, 3, S, S] float64."""
+    generator = torch.Generator().manual_seed(5)
+    return unpatchify(torch.randn(rows, grid**2, VALUES, generator=generator, dtype=torch.float64), PATCH)
+
+
+def small_model(settings: Config, *, seed: int = 0, dtype: torch.dtype = torch.float64) -> MaskedAutoencoder:
+    """Every weight is drawn anew, relative tables too, and large enough that all of them matter."""
+    model = MaskedAutoencoder(settings)
+    randomise_weights(model, seed=100 + seed)
     model.to(dtype)
     if dtype == torch.float64:  # as exact as the weights
         model.encoder_positions = sine_cosine(GRID, settings.model.hidden_size, settings.vision.position_order)

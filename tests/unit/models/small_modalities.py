@@ -6,12 +6,15 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from tests.synthetic_modalities import CLASSES, modality_config
+from tests.synthetic_modalities import CLASSES, batch, modality_config
+from tests.unit.models.small_images import randomise_weights
 from trp_scale.config import Config
 from trp_scale.core.batch import Batch
 from trp_scale.models.positions import PositionOrder, sine_cosine
 from trp_scale.pretraining.mm_mae.model import MultimodalMaskedAutoencoder
+from trp_scale.pretraining.mm_mae.upstream import MultimodalReconstruction
 
 ALL = ("rgb", "depth", "semseg")
 EVERY_TASK = (*ALL, "raw_rgb")
@@ -35,18 +38,21 @@ def config(
 def small_model(settings: Config, *, dtype: torch.dtype = torch.float64) -> MultimodalMaskedAutoencoder:
     """Every weight is drawn anew, large enough that all of them matter."""
     model = MultimodalMaskedAutoencoder(settings, {"semseg": CLASSES})
-    generator = torch.Generator().manual_seed(100)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(0.25 * torch.randn(parameter.shape, generator=generator))
-            if "norm" in name and name.endswith("weight"):
-                parameter.add_(1.0)
+    randomise_weights(model, seed=100)
     model.to(dtype)
     if dtype == torch.float64:  # as exact as the weights
         model.positions = sine_cosine(model.grid, settings.model.hidden_size, model.position_order)
         for decoder in model.decoders.values():
             decoder.positions = sine_cosine(model.grid, settings.vision.decoder_hidden_size, model.position_order)
     return model
+
+
+def model_inputs(settings: Config, first: int = 0) -> tuple[dict[str, Tensor], Tensor]:
+    """Patches of the input modalities and the visible tokens of two rows; some labels are void."""
+    modalities = settings.modalities
+    rows = batch(range(first, first + 2), modalities.visible_tokens, len(modalities.inputs))
+    objective = MultimodalReconstruction(settings)
+    return objective.seen(objective.patches(rows), rows), rows["visible"]
 
 
 def changed(rows: Batch, **fields: Any) -> Batch:

@@ -11,19 +11,14 @@ from torch import Tensor, nn
 
 from tests.unit.models import small_modalities
 from tests.unit.models.encoder_peers import copy_timm_weights, finetune_config, timm_vit
-from tests.unit.models.small_images import GRID, PATCH, VALUES, config, small_model
+from tests.unit.models.small_images import GRID, PATCH, config, images, small_model
 from trp_scale.models import vit
 from trp_scale.models.attention import attend
 from trp_scale.models.initialise import initialise_vision
-from trp_scale.models.patches import patchify, unpatchify
+from trp_scale.models.patches import patchify
 from trp_scale.models.positions import sine_cosine
 from trp_scale.models.vit import ImageEncoder
 from trp_scale.pretraining.mae.image_weights import is_encoder
-
-
-def images(rows: int = 3, grid: int = GRID) -> Tensor:
-    generator = torch.Generator().manual_seed(5)
-    return unpatchify(torch.randn(rows, grid**2, VALUES, generator=generator, dtype=torch.float64), PATCH)
 
 
 def encoder_with(weights: dict[str, Tensor], **settings: object) -> ImageEncoder:

@@ -6,13 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from tests.synthetic_modalities import batch
 from tests.unit.models.plain_modalities import plain_forward
-from tests.unit.models.small_modalities import ALL, EVERY_TASK, config, small_model
-from trp_scale.config import Config
-from trp_scale.pretraining.mm_mae.upstream import MultimodalReconstruction
+from tests.unit.models.small_modalities import ALL, EVERY_TASK, config, model_inputs, small_model
 
 MODELS: dict[str, dict[str, Any]] = {
     "all": {},
@@ -26,19 +22,11 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-def inputs(settings: Config) -> tuple[dict[str, Tensor], Tensor]:
-    """Patches of the input modalities and the visible tokens of two rows; some labels are void."""
-    modalities = settings.modalities
-    rows = batch(range(2), modalities.visible_tokens, len(modalities.inputs))
-    objective = MultimodalReconstruction(settings)
-    return objective.seen(objective.patches(rows), rows), rows["visible"]
-
-
 @pytest.mark.parametrize("case", MODELS.values(), ids=MODELS)
 def test_predictions_and_gradients(case: dict[str, Any]) -> None:
     settings = config(**case)
     model = small_model(settings)
-    patches, visible = inputs(settings)
+    patches, visible = model_inputs(settings)
     found, expected = model(patches, visible).predictions, plain_forward(model, patches, visible)
     assert [each.shape for each in found] == [each.shape for each in expected] and len(found) == len(model.outputs)
     generator = torch.Generator().manual_seed(1)
@@ -59,7 +47,7 @@ def test_masked_patches_are_not_read() -> None:
     """Other values in masked patches change no prediction, and in a visible patch change all of them."""
     settings = config()
     model = small_model(settings)
-    patches, visible = inputs(settings)
+    patches, visible = model_inputs(settings)
     before = model(patches, visible).predictions
     count = model.grid**2
     masked = torch.ones(len(visible), 3 * count, dtype=torch.bool).scatter(1, visible, False)

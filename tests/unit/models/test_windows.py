@@ -10,18 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.unit.models.encoder_peers import finetune_config, randomise_weights
-from tests.unit.models.small_images import GRID, PATCH, VALUES
+from tests.unit.models.encoder_peers import finetune_config
+from tests.unit.models.small_images import GRID, PATCH, images, randomise_weights
 from trp_scale.finetuning.detection.settings import DetectionTaskConfig
 from trp_scale.models.attention import cut_windows, join_windows
 from trp_scale.models.counting import count_flops
-from trp_scale.models.patches import patchify, unpatchify
+from trp_scale.models.patches import patchify
 from trp_scale.models.vit import ImageEncoder
-
-
-def images(rows: int = 3) -> Tensor:
-    generator = torch.Generator().manual_seed(5)
-    return unpatchify(torch.randn(rows, GRID**2, VALUES, generator=generator, dtype=torch.float64), PATCH)
 
 
 def encoder(window: int, whole: tuple[int, ...] = (), *, layers: int = 3, positions: str = "absolute") -> ImageEncoder:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from transformers import ViTMAEForPreTraining
 
-from tests.unit.models.small_images import GRID, PATCH, Crops
+from tests.unit.models.small_images import GRID, PATCH, Crops, randomise_weights
 from trp_scale.config import Config
 from trp_scale.models.patches import unpatchify
 from trp_scale.pretraining.mae.weights import stored_positions, vitmae_config
@@ -15,12 +15,9 @@ from trp_scale.pretraining.mae.weights import stored_positions, vitmae_config
 def vitmae(config: Config, *, seed: int = 0) -> ViTMAEForPreTraining:
     """Weights drawn so that all of them matter; not in training mode."""
     peer = ViTMAEForPreTraining(vitmae_config(config)).eval()
-    generator, order = torch.Generator().manual_seed(seed), config.vision.position_order
+    randomise_weights(peer, seed=seed)
+    order = config.vision.position_order
     with torch.no_grad():
-        for name, parameter in peer.named_parameters():
-            parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
-            if "norm" in name and name.endswith("weight"):
-                parameter.add_(1.0)
         peer.vit.embeddings.position_embeddings.copy_(stored_positions(GRID, config.model.hidden_size, order))
         peer.decoder.decoder_pos_embed.copy_(stored_positions(GRID, config.vision.decoder_hidden_size, order))
     return peer

@@ -23,7 +23,7 @@ from tests.unit.data.images.multimodal import (
 )
 from tests.unit.data.images.source_images import png
 from tests.unit.data.images.stored import config_for, jpeg
-from tests.unit.data.loaded import steps
+from tests.unit.data.loaded import assert_same, steps
 from trp_scale.config import Config
 from trp_scale.config.images import CropsConfig
 from trp_scale.data.hashing import mix
@@ -51,14 +51,6 @@ def data(tmp_path_factory: pytest.TempPathFactory, shards: list[list[dict[str, s
 def reference(data: Path) -> list[dict[str, torch.Tensor]]:
     """Four steps in micro-batches of 3: two epochs and six rows."""
     return steps(multimodal_config(data), 1, 4)
-
-
-def assert_same(ours: list[dict[str, torch.Tensor]], theirs: list[dict[str, torch.Tensor]]) -> None:
-    assert len(ours) == len(theirs)
-    for one, other in zip(ours, theirs, strict=True):
-        assert one.keys() == other.keys()
-        for name, value in one.items():
-            torch.testing.assert_close(value, other[name], rtol=0, atol=0, equal_nan=True, msg=name)
 
 
 def test_shapes_types_and_counts(data: Path) -> None:

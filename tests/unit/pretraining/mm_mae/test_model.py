@@ -6,20 +6,10 @@ import copy
 
 import pytest
 import torch
-from torch import Tensor
 
-from tests.synthetic_modalities import CLASSES, batch
-from tests.unit.models.small_modalities import ALL, EVERY_TASK, config, small_model
-from trp_scale.config import Config
+from tests.synthetic_modalities import CLASSES
+from tests.unit.models.small_modalities import ALL, EVERY_TASK, config, model_inputs, small_model
 from trp_scale.pretraining.mm_mae.model import MultimodalMaskedAutoencoder, MultimodalOutput
-from trp_scale.pretraining.mm_mae.upstream import MultimodalReconstruction
-
-
-def inputs(settings: Config, first: int = 0) -> tuple[dict[str, Tensor], Tensor]:
-    modalities = settings.modalities
-    rows = batch(range(first, first + 2), modalities.visible_tokens, len(modalities.inputs))
-    objective = MultimodalReconstruction(settings)
-    return objective.seen(objective.patches(rows), rows), rows["visible"]
 
 
 @pytest.mark.parametrize("way", ["bf16 autocast", "bf16 weights", "fp16 weights"])
@@ -32,8 +22,8 @@ def test_low_precision_is_near_single_precision(way: str) -> None:
         parameter.data = parameter.data.to(dtype)
     taps = torch.zeros(4, 2, 10, 32, requires_grad=True)
     with torch.autocast("cpu", torch.bfloat16, enabled=way == "bf16 autocast"):
-        found = model(*inputs(settings), task_taps=taps)
-    for one, other in zip(found.predictions, reference(*inputs(settings)).predictions, strict=True):
+        found = model(*model_inputs(settings), task_taps=taps)
+    for one, other in zip(found.predictions, reference(*model_inputs(settings)).predictions, strict=True):
         assert one.dtype == (torch.float16 if way == "fp16 weights" else torch.bfloat16)
         assert (one.float() - other).norm() < (0.02 if way == "fp16 weights" else 0.1) * other.norm()
     sum(one.float().square().mean() for one in found.predictions).backward()
@@ -49,11 +39,11 @@ def test_it_is_one_graph_of_static_shapes_with_and_without_taps() -> None:
     model = small_model(settings, dtype=torch.float32)
     compiled = torch.compile(model, fullgraph=True, dynamic=False, backend="eager")
     for taps in (None, torch.zeros(2, 2, 10, 32)):
-        found: MultimodalOutput = compiled(*inputs(settings), task_taps=taps)
-        expected = model(*inputs(settings), task_taps=taps)
+        found: MultimodalOutput = compiled(*model_inputs(settings), task_taps=taps)
+        expected = model(*model_inputs(settings), task_taps=taps)
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
         with torch._dynamo.config.patch(error_on_recompile=True):
-            compiled(*inputs(settings, first=6), task_taps=taps)
+            compiled(*model_inputs(settings, first=6), task_taps=taps)
 
 
 def test_initial_weights_follow_from_seed_and_name_alone() -> None:
