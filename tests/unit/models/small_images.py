@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from trp_scale.config import Config, ModelConfig
 from trp_scale.config.images import CropsConfig, MaeMaskingConfig, MaeVisionConfig
 from trp_scale.config.registry import make_settings
+from trp_scale.core.batch import Batch
 from trp_scale.models.patches import unpatchify
 from trp_scale.models.positions import PositionOrder, RelativeMode, sine_cosine
 from trp_scale.pretraining.mae.model import MaskedAutoencoder
@@ -19,6 +21,7 @@ GRID = 5
 PATCH = 4
 VALUES = 3 * PATCH**2
 VISIBLE = 6
+CROPS = 2
 
 
 class Crops(NamedTuple):
@@ -99,6 +102,23 @@ def crops(rows: int = 2, *, seed: int = 0, dtype: torch.dtype = torch.float64) -
         patches=torch.randn(rows, GRID**2, VALUES, generator=generator, dtype=torch.float64).to(dtype),
         visible=order[:, :VISIBLE].sort(-1).values,
         masked=order[:, VISIBLE:].sort(-1).values,
+    )
+
+
+def image_rows(weights: Sequence[float], *, seed: int = 0) -> Batch:
+    """Rows of two crops with these weights, bytes as from the loader."""
+    generator = torch.Generator().manual_seed(seed)
+    rows, side = len(weights), GRID * PATCH
+    order = torch.rand(rows, CROPS, GRID**2, generator=generator).argsort(-1)
+    return Batch(
+        fields={
+            "images": torch.randint(0, 256, (rows, CROPS, 3, side, side), generator=generator, dtype=torch.uint8),
+            "visible": order[..., :VISIBLE].sort(-1).values,
+            "masked": order[..., VISIBLE:].sort(-1).values,
+            "row_weights": torch.tensor(weights),
+        },
+        keys=torch.arange(rows),
+        start=0,
     )
 
 

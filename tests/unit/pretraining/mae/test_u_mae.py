@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.synthetic import Layout
 from tests.synthetic_images import image_config, image_trainer
-from tests.unit.models.small_images import GRID, PATCH, VISIBLE, config, small_model
+from tests.unit.models.small_images import CROPS, PATCH, config, image_rows, small_model
 from trp_scale.core.batch import Batch
 from trp_scale.core.hooks import StepContext
 from trp_scale.distributed.groups import ALONE
@@ -27,30 +27,12 @@ from trp_scale.pretraining.mae.upstream import (
     UniformPatchReconstruction,
 )
 
-CROPS = 2
 SETTINGS = MaeObjectiveConfig(uniformity=0.3)
 MODELS: dict[str, dict[str, Any]] = {
     "mae": {"tokens": "visible"},
     "mae plus, relative": {"positions": "relative"},
     "linear decoder": {"decoder": "linear"},
 }
-
-
-def images(weights: list[float], *, seed: int = 0) -> Batch:
-    """Rows of two crops."""
-    generator = torch.Generator().manual_seed(seed)
-    rows, side = len(weights), GRID * PATCH
-    order = torch.rand(rows, CROPS, GRID**2, generator=generator).argsort(-1)
-    return Batch(
-        fields={
-            "images": torch.randint(0, 256, (rows, CROPS, 3, side, side), generator=generator, dtype=torch.uint8),
-            "visible": order[..., :VISIBLE].sort(-1).values,
-            "masked": order[..., VISIBLE:].sort(-1).values,
-            "row_weights": torch.tensor(weights),
-        },
-        keys=torch.arange(rows),
-        start=0,
-    )
 
 
 def objective() -> UniformPatchReconstruction:
@@ -88,7 +70,7 @@ def split(batches: list[Batch], model: MaskedAutoencoder) -> list[Batch]:
 def test_sums_over_rows_are_the_mean_over_pairs_and_its_gradient(settings: dict[str, Any], parts: int) -> None:
     model = small_model(config(**settings)).double()
     weights = [[1.0, 1.0, 0.0, 1.0, 1.0, 1.0]] if parts == 1 else [[1.0, 0.0], [1.0, 1.0], [1.0, 0.0]]
-    batches = [images(one, seed=seed) for seed, one in enumerate(weights)]
+    batches = [image_rows(one, seed=seed) for seed, one in enumerate(weights)]
     losses = [objective()(model, one) for one in split(batches, model)]
     sums, counts = (torch.stack([getattr(one, name) for one in losses]).sum(0) for name in ("sums", "counts"))
     assert counts[1] == CROPS * sum(map(sum, weights)) and counts[1] == sum(objective().count(b)[1] for b in batches)
@@ -107,7 +89,7 @@ def test_sums_over_rows_are_the_mean_over_pairs_and_its_gradient(settings: dict[
 @pytest.mark.parametrize("settings", MODELS.values(), ids=MODELS)
 def test_the_reconstruction_is_that_of_the_plain_objective(settings: dict[str, Any]) -> None:
     model = small_model(config(**settings))
-    (batch,) = split([images([1.0, 0.0, 1.0])], model)
+    (batch,) = split([image_rows([1.0, 0.0, 1.0])], model)
     plain = MaskedPatchReconstruction(SETTINGS, PATCH)(model, batch)
     ours = objective()(model, batch)
     torch.testing.assert_close(ours.sums[:1], plain.sums, rtol=1e-6, atol=0)  # of the errors in fp32
@@ -117,7 +99,7 @@ def test_the_reconstruction_is_that_of_the_plain_objective(settings: dict[str, A
 
 
 def test_without_a_moment_the_task_is_absent() -> None:
-    model, batch = small_model(config()), images([1.0, 1.0])
+    model, batch = small_model(config()), image_rows([1.0, 1.0])
     losses = objective()(model, batch)
     plain = MaskedPatchReconstruction(SETTINGS, PATCH)(model, batch)
     assert torch.equal(losses.sums[:1], plain.sums)
@@ -129,7 +111,7 @@ def test_without_a_moment_the_task_is_absent() -> None:
 @pytest.mark.parametrize("settings", MODELS.values(), ids=MODELS)
 def test_every_pass_gives_the_same_class_token_and_prediction(settings: dict[str, Any]) -> None:
     model = small_model(config(**settings))
-    batch = images([1.0, 1.0])
+    batch = image_rows([1.0, 1.0])
     arguments = objective().patches(batch), batch["visible"].flatten(0, 1), batch["masked"].flatten(0, 1)
     gate = torch.rand(arguments[1].shape, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
     both = model(*arguments, gate=gate, output="prediction_and_class")

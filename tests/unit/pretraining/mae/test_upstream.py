@@ -9,28 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.unit.models.small_images import CROPS, GRID, PATCH, VALUES, VISIBLE, image_rows
 from trp_scale.core.batch import Batch
 from trp_scale.models.patches import CHANNEL_DEVIATION, CHANNEL_MEAN, patchify, unpatchify
 from trp_scale.pretraining.mae.settings import MaeObjectiveConfig
 from trp_scale.pretraining.mae.upstream import MaskedPatchReconstruction
 
-SIDE, PATCH, ROWS, CROPS, MASKED = 12, 4, 3, 2, 6
-PATCHES, VALUES = (SIDE // PATCH) ** 2, PATCH * PATCH * 3
-
-
-def batch(weights: list[float]) -> Batch:
-    generator = torch.Generator().manual_seed(1)
-    order = torch.rand(ROWS, CROPS, PATCHES, generator=generator).argsort(-1)
-    return Batch(
-        fields={
-            "images": torch.randint(0, 256, (ROWS, CROPS, 3, SIDE, SIDE), generator=generator, dtype=torch.uint8),
-            "visible": order[..., MASKED:].sort(-1).values,
-            "masked": order[..., :MASKED].sort(-1).values,
-            "row_weights": torch.tensor(weights),
-        },
-        keys=torch.arange(ROWS),
-        start=0,
-    )
+ROWS, SIDE, MASKED = 3, GRID * PATCH, GRID**2 - VISIBLE
 
 
 class Recorder:
@@ -52,7 +37,7 @@ def slow_sum(rows: Batch, prediction: Tensor, normalised: bool) -> float:
         for crop in range(CROPS):
             image = rows["images"][row, crop].double() / 255
             for place, number in enumerate(rows["masked"][row, crop].tolist()):
-                top, left = number // 3 * PATCH, number % 3 * PATCH
+                top, left = number // GRID * PATCH, number % GRID * PATCH
                 values = [
                     float((image[c, top + y, left + x] - CHANNEL_MEAN[c]) / CHANNEL_DEVIATION[c])
                     for y in range(PATCH)
@@ -72,7 +57,7 @@ def slow_sum(rows: Batch, prediction: Tensor, normalised: bool) -> float:
 @pytest.mark.parametrize("target", ["normalised", "pixels"])
 @pytest.mark.parametrize("weights", [[1.0, 1.0, 1.0], [1.0, 0.0, 1.0]])
 def test_the_loss_is_the_mean_squared_error_of_masked_patches(target: Any, weights: list[float]) -> None:
-    rows, model = batch(weights), Recorder()
+    rows, model = image_rows(weights), Recorder()
     objective = MaskedPatchReconstruction(MaeObjectiveConfig(target=target), PATCH)
     losses = objective(model, rows)
     assert losses.counts.tolist() == [sum(weights) * CROPS * MASKED] == objective.count(rows).tolist()
@@ -82,7 +67,7 @@ def test_the_loss_is_the_mean_squared_error_of_masked_patches(target: Any, weigh
 
 
 def test_pixel_shift_changes_the_model_input_and_not_the_target() -> None:
-    rows, model = batch([1.0] * ROWS), Recorder()
+    rows, model = image_rows([1.0] * ROWS), Recorder()
     objective = MaskedPatchReconstruction(MaeObjectiveConfig(), PATCH)
     clean = objective(model, rows).sums.item()
     seen = model.patches
@@ -97,7 +82,7 @@ def test_pixel_shift_changes_the_model_input_and_not_the_target() -> None:
 def test_unpatchify_is_the_inverse_of_patchify() -> None:
     images = torch.randn(2, 3, SIDE, SIDE)
     patches = patchify(images, PATCH)
-    assert patches.shape == (2, PATCHES, VALUES)
+    assert patches.shape == (2, GRID**2, VALUES)
     assert torch.equal(unpatchify(patches, PATCH), images)
-    # Patch 5 is the last of the second row; its values go row by row, the channels of a pixel side by side.
-    assert torch.equal(patches[1, 5], images[1, :, 4:8, 8:12].permute(1, 2, 0).flatten())
+    # Patch 9 is the last of the second row; its values go row by row, the channels of a pixel side by side.
+    assert torch.equal(patches[1, 9], images[1, :, 4:8, 16:20].permute(1, 2, 0).flatten())
