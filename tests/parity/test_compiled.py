@@ -115,7 +115,7 @@ def test_masks_that_are_learned(how: str, variant: str) -> None:
     assert graphs > 0 and test_learned_masks.differences(found, test_learned_masks.reference(variant)) == []
 
 
-@pytest.mark.exhaustive  # tests/unit/methods/balancing/test_gradnorm_pos_bert.py compiles a model with taps
+@pytest.mark.exhaustive  # tests/unit/methods/balancing/test_gradnorm.py compiles a model with taps
 @pytest.mark.parametrize(("balancing", "how"), product(["minimax", "gradnorm"], GRAPHS))
 def test_several_modalities(how: str, balancing: str) -> None:
     """With taps and without."""

@@ -23,7 +23,7 @@ from tests.fixtures import small_text_config
 from tests.runs import SMALL, SMALL_IMAGES, environment, essence, flags, lines
 from tests.unit.checkpoint import test_export as text
 from tests.unit.finetuning.test_finetune import KEPT
-from tests.unit.methods.test_weights_average import write_pair
+from tests.unit.methods.test_weight_average import write_pair
 from trp_scale.checkpoint.export import export
 from trp_scale.cli import main as cli
 from trp_scale.config.loader import load_recipe

@@ -20,8 +20,7 @@ from tests.unit.checkpoint.test_export_images import write_run
 from tests.unit.checkpoint.test_export_mm_mae import write_run as write_multimodal_run
 from tests.unit.models import small_modalities
 from tests.unit.models.encoder_peers import finetune_config
-from tests.unit.models.small_images import GRID, PATCH, config, randomise_weights
-from tests.unit.models.test_image_encoder import images
+from tests.unit.models.small_images import GRID, PATCH, config, images, randomise_weights
 from tests.unit.models.vitmae_peer import vitmae
 from trp_scale.checkpoint.export import export
 from trp_scale.config import RefusedError

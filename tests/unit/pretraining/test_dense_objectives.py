@@ -1,4 +1,7 @@
-"""Losses of pixels in float64 and by hand; that they are sums over what is there, however rows are split."""
+"""Losses of pixels in float64 and by hand; that they are sums over what is there, however rows are split; fine-tuning's
+objectives that say so are one graph with their model, without a break.
+
+Pre-training's are run whole in tests/parity/test_compiled.py and tests/unit/benchmarks/test_step_counts.py."""
 
 from __future__ import annotations
 
@@ -14,8 +17,10 @@ from trp_scale.core.batch import Batch
 from trp_scale.core.hooks import Balancer, Hooks, StepContext
 from trp_scale.core.run import RunContext
 from trp_scale.distributed.groups import ALONE
+from trp_scale.finetuning.classification.task import ImageClassification
 from trp_scale.finetuning.dense.depth import LARGEST, DepthObjective, DepthSpace, LargestError, reverse_huber
 from trp_scale.finetuning.dense.task import Segmentation
+from trp_scale.finetuning.glue.task import INPUTS, SentenceClassification
 from trp_scale.pretraining.pos_bert.settings import PosBertConfig
 
 SPACE = DepthSpace(inverse=False, mean=3.0, deviation=2.0, low=1e-3, high=float("inf"))
@@ -166,3 +171,47 @@ def test_depth_target_is_standardised_or_inverse() -> None:
     assert inverse.depth(torch.tensor([0.5, 0.0, -1.0, 100.0])).tolist() == pytest.approx([2.0, 10.0, 10.0, 0.1])
     right = ((true - 3.0) / 2.0).unsqueeze(1)
     assert float(DepthObjective(SPACE)(Fixed(right), batch_of("depth", true)).sums) == 0.0
+
+
+def classification_case() -> tuple[Any, Batch, list[Tensor]]:
+    images = torch.arange(4 * 3 * 36).remainder(256).view(4, 3, 6, 6).byte()
+    fields = {"images": images, "targets": drawn(4, 5, seed=1).softmax(1), "row_weights": torch.tensor([1.0, 1, 1, 0])}
+    return ImageClassification(), Batch(fields=fields, keys=torch.arange(4), start=0), [drawn(4, 5)]
+
+
+def sentences_case(classes: int) -> tuple[Any, Batch, list[Tensor]]:
+    labels = torch.tensor([0.5, 1.5, 0.0, 2.0]) if classes == 1 else torch.tensor([0, 2, 1, 0])
+    fields = {name: torch.zeros(2, 3, dtype=torch.int64) for name in INPUTS}
+    fields |= {"labels": labels, "row_weights": torch.tensor([1.0, 1, 1, 0])}
+    return (
+        SentenceClassification("t", classes),
+        Batch(fields=fields, keys=torch.arange(4), start=0),
+        [drawn(4, classes)],
+    )
+
+
+@pytest.mark.parametrize(
+    "case",
+    [segmentation_case, depth_case, classification_case, lambda: sentences_case(1), lambda: sentences_case(3)],
+)
+def test_compiled_losses_and_gradients_equal_eager(case: Any) -> None:
+    objective, batch, outputs = case()
+    assert objective.in_a_graph
+    several = "images" in batch.fields and "targets" not in batch.fields
+    found = []
+    for whole in (False, True):
+        leaves = [each.clone().requires_grad_() for each in outputs]
+
+        def forward(*inputs: Tensor, leaves: list[Tensor] = leaves) -> Any:
+            scale = inputs[0].float().mean()
+            made = [each * (1.0 + scale) for each in leaves]
+            return made if several else made[0]
+
+        losses_of = torch.compile(objective, backend="aot_eager", fullgraph=True) if whole else objective
+        losses = losses_of(forward, batch)
+        losses.sums.sum().backward()
+        found.append([losses.sums.detach(), losses.counts, *(leaf.grad for leaf in leaves)])
+    torch._dynamo.reset()
+    for own, traced in zip(*found, strict=True):
+        torch.testing.assert_close(traced, own, rtol=1e-6, atol=1e-7)
+        assert own.abs().sum() > 0

@@ -17,8 +17,7 @@ from tests.runs import image_flags, lines, pretrain_here
 from tests.unit.data.images.stored import sample, write_images
 from tests.unit.finetuning.test_finetune import tuning_flags
 from tests.unit.models.encoder_peers import CLASSES, copy_timm_weights, finetune_config, timm_vit
-from tests.unit.models.small_images import randomise_weights
-from tests.unit.models.test_image_encoder import images
+from tests.unit.models.small_images import images, randomise_weights
 from trp_scale.checkpoint.format import read_full_state
 from trp_scale.checkpoint.run_directory import checkpoint_path
 from trp_scale.cli import main as cli

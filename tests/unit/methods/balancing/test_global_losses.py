@@ -1,4 +1,5 @@
-"""The three estimates of the global losses, and the direction they give, on a small model in float64."""
+"""The three estimates of the global losses, and the direction they give, on a small model in float64; TRP Theorem 3.1
+as printed, where uniform weights and alpha = 1 break its bound; smooth Tchebycheff, with eq. 7 as a case of it."""
 
 from __future__ import annotations
 
@@ -11,8 +12,20 @@ import torch
 from torch import Tensor, nn
 
 from tests.unit.methods.balancing.test_minimax import softmax
-from tests.unit.methods.balancing.toy import ToyObjective, Twins, balancer, batch, given, take_step, weigh_history
+from tests.unit.methods.balancing.toy import (
+    ClosedForm,
+    ToyObjective,
+    Twins,
+    balancer,
+    batch,
+    descend,
+    given,
+    take_step,
+    weigh_history,
+)
+from trp_scale.config import RefusedError
 from trp_scale.core.batch import Batch
+from trp_scale.methods.balancing.global_losses import softmax_weights, theorem_alpha
 
 FOUR = ToyObjective(tasks=("a", "b", "c", "d"))
 
@@ -254,3 +267,86 @@ def test_the_warning_comes_only_when_few_elements_count_and_not_at_every_step(ca
             take_step(weigher, THREE, given, few, step=step)
             weigher.metrics()
     assert [record.getMessage().split(":")[0] for record in caplog.records] == ["step 2", "step 1002"]
+
+
+# f_t = |x - b_t| on [-1, 1]: the maximum 1 + |x| is least at 0. From 1 or -1, R0 = 1; slopes are 1; no loss exceeds 2.
+CENTRES = torch.tensor([1.0, -1.0, -1.0, -1.0, -1.0], dtype=torch.float64)
+RADIUS, LIPSCHITZ, BOUND, STEPS = 1.0, 1.0, 2.0, 500
+PROMISED = 2 * RADIUS * LIPSCHITZ / math.sqrt(STEPS)  # 0.0894
+DISTANCES = ClosedForm(lambda x: (x - CENTRES).abs(), len(CENTRES))
+
+
+def gap(start: float, kind: str = "minimax", **settings: Any) -> float:
+    """max_t f_t at the average of the K points, above its least value."""
+    if kind == "minimax":
+        settings = {"radius": RADIUS, "lipschitz": LIPSCHITZ, "bound": BOUND, **settings}
+    weigher = balancer(DISTANCES, kind, **settings)
+    rate = RADIUS / (LIPSCHITZ * math.sqrt(STEPS))
+    path = descend(DISTANCES, weigher, [start], steps=STEPS, rate=lambda step: rate)
+    return DISTANCES.worst(path.points.mean(0)) - 1.0
+
+
+def test_the_alpha_of_the_theorem_keeps_its_bound() -> None:
+    """From either side."""
+    found = gap(1.0, alpha_schedule="theorem")
+    assert gap(-1.0, alpha_schedule="theorem") <= PROMISED and found <= PROMISED
+    assert found == pytest.approx(0.0186, abs=0.001)
+
+
+def test_the_alpha_of_the_theorem_comes_as_near_the_maximum_as_its_proof_needs() -> None:
+    """Supplement B.1.1: sum_t w_t f_t >= max_t f_t - R0 L' / (2 sqrt(k + 1)) for any losses within [0, B]."""
+    generator = torch.Generator().manual_seed(0)
+    tasks, radius, lipschitz, bound = 6, 3.0, 2.0, 4.0
+    everyone = torch.ones(tasks, dtype=torch.bool)
+    tightest = 0.0
+    for step in (0, 1, 10, 100, 1000, 100_000):
+        alpha = theorem_alpha(step, tasks=tasks, radius=radius, lipschitz=lipschitz, bound=bound)
+        allowed = radius * lipschitz / (2 * math.sqrt(step + 1))
+        for _ in range(100):
+            # Losses close to the worst one are the hard case; spread them on all scales.
+            spread = 10 ** float(torch.empty(()).uniform_(-6, 0, generator=generator))
+            losses = bound * (1 - spread * torch.rand(tasks, generator=generator, dtype=torch.float64))
+            missed = float(losses.max() - softmax_weights(losses, alpha, everyone) @ losses)
+            assert missed <= allowed
+            tightest = max(tightest, missed / allowed)
+    assert tightest > 0.01, "the losses tried would not notice a smaller alpha"
+
+
+LOSSES = {0: [1.0, 3.0], 1: [2.5], 2: [0.5]}
+
+
+def weights(kind: str, losses: dict[int, list[float]] = LOSSES, **settings: object) -> list[float]:
+    return take_step(balancer(THREE, kind, **settings), THREE, given, [batch(losses)]).weights
+
+
+@pytest.mark.parametrize("mu", [0.2, 1.0])
+def test_equal_preferences_on_losses_give_minimax_with_alpha_one_over_mu(mu: float) -> None:
+    assert weights("stch", mu=mu) == pytest.approx(weights("minimax", alpha=1 / mu), rel=1e-13)
+
+
+def test_logarithms_do_not_depend_on_the_unit_of_a_loss() -> None:
+    """A unit 10 times smaller gives a loss 10 times larger and a tenth of its weight."""
+    weigher, scaled = (balancer(THREE, "stch", form="logarithms", scale="initial", mu=0.5) for _ in range(2))
+    for step, factor in enumerate((1.0, 0.7)):
+        plain = take_step(weigher, THREE, given, [batch({0: [2.0 * factor], 1: [2.0], 2: [1.0]})], step=step).weights
+        tenfold = take_step(scaled, THREE, given, [batch({0: [20.0 * factor], 1: [2.0], 2: [1.0]})], step=step).weights
+        assert tenfold[0] / tenfold[1] == pytest.approx(plain[0] / plain[1] / 10, rel=1e-12)
+        assert tenfold[1] / tenfold[2] == pytest.approx(plain[1] / plain[2], rel=1e-12)
+
+
+def test_small_mu_descends_to_equal_preferred_losses() -> None:
+    """The minimiser of max{p_1 (x - 1)^2, p_2 (x + 1)^2} has equal preferred losses: x = (r - 1) / (r + 1), r^2 = p_1 /
+    p_2."""
+
+    def losses(point: Tensor) -> Tensor:
+        return torch.stack([(point[0] - 1).square(), (point[0] + 1).square()])
+
+    problem = ClosedForm(losses, 2)
+    weigher = balancer(problem, "stch", mu=1e-3, preference={"f0": 4.0})
+    path = descend(problem, weigher, [0.0], steps=800, rate=lambda step: 0.1 / (1 + step) ** 0.8)
+    assert float(path.points[-1]) == pytest.approx(1 / 3, abs=2e-3)
+
+
+def test_an_unknown_task_in_the_preferences_is_refused() -> None:
+    with pytest.raises(RefusedError, match=r"balancer\.preference .*'d'"):
+        balancer(THREE, "stch", preference={"d": 1.0})

@@ -1,18 +1,38 @@
-"""BLO-MAE and fine-tuning against automatic differentiation through committed steps, in float64 (issue line 1)."""
+"""BLO-MAE and fine-tuning: their hypergradients by automatic differentiation through committed steps, in float64; what
+a joint window holds (MLO-MAE eq. 5), and the second encoder's start and pull (eq. 13)."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
 
+from tests.synthetic import Layout
 from tests.synthetic_hypergradients import Watched, held_adamw, state
-from tests.synthetic_masks import D_TR, D_VAL, MasksRun, labelled
-from tests.unit.methods.learned_masks.exact_hypergradient import Weights
-from tests.unit.methods.learned_masks.exact_second_levels import Levels
-from tests.unit.methods.learned_masks.test_hypergradient import relative, start
+from tests.synthetic_images import CROPS
+from tests.synthetic_masks import CLASSES, D_TR, D_VAL, MasksRun, labelled, mask_config, masks_run
+from tests.unit.methods.learned_masks.exact_hypergradient import Levels, Weights, cross_entropy
+from tests.unit.methods.learned_masks.test_hypergradient import copies, relative, start
+from trp_scale.config import Config
+from trp_scale.core.batch import Batch, TaskLosses
+from trp_scale.core.hooks import StepContext
+from trp_scale.core.run import MakeEngine, RunContext
+from trp_scale.engines.plain import PlainEngine
 from trp_scale.methods.learned_masks.hypergradient import ValidationLoss
-from trp_scale.methods.learned_masks.second_levels import FINE_TUNED
+from trp_scale.methods.learned_masks.second_levels import (
+    FINE_TUNED,
+    HEAD,
+    STEP,
+    FineTunedValidationLoss,
+    JointObjective,
+    JointValidationLoss,
+    second_encoder,
+)
+from trp_scale.pretraining.mae.model import MaskedAutoencoder
+from trp_scale.training.loop import validate
 
 CYCLES, UNROLL = 3, 2
 DECODER = ("decoder_", "prediction.", "mask_token")
@@ -88,3 +108,220 @@ def test_a_step_against_automatic_differentiation(settings: dict[str, Any], micr
     _, encoder, head = weights_of(run, "weight")
     assert relative(watched.gradient, exact.hypergradient) < 1e-6  # targets are fp32
     assert relative(encoder, exact.encoder) < 1e-9 and relative(head, exact.head) < 1e-12
+
+
+ADVERSARIES: dict[str, dict[str, Any]] = {
+    "none": {},
+    "pixels": {"kind": "pixels", "norm": "linf", "eps": 0.1},
+    "positions": {"kind": "absolute_embedding", "update": "sequential", "eps": 0.5},
+}
+
+
+def joint_run(micro_size: int = 4, **changes: Any) -> MasksRun:
+    multilevel = {"kind": "joint", "gamma": 0.5, **changes.pop("multilevel", {})}
+    layout = Layout(micro_size=micro_size)
+    return masks_run(layout, mask_config(layout, multilevel=multilevel, **changes))
+
+
+def outer_of(run: MasksRun) -> JointValidationLoss:
+    assert run.hook is not None and isinstance(run.hook.outer, JointValidationLoss)
+    return run.hook.outer
+
+
+def head_of(run: MasksRun) -> Tensor:
+    return outer_of(run).level.head.parameters.flat()
+
+
+def test_every_step_takes_a_window_of_both_sources() -> None:
+    run = joint_run(multilevel={"unroll": 2, "batch_size": 12, "micro_size": 6})
+    window = run.trainer.source.next_window()
+    assert [micro.joined for micro in window] == [False, False, True, True]
+    assert [micro.start for micro in window] == [0, 4, D_TR, D_TR + 6]
+    before = head_of(run)
+    for _ in range(3):
+        run.trainer.train_step()
+    source: Any = run.trainer.source
+    assert (source.own.cursor, source.joined.cursor) == (4 * 8, 4 * 12)
+    assert outer_of(run).sources.validation.cursor == 12  # type: ignore[attr-defined]  # one outer step in three
+    assert not torch.equal(before, head_of(run))
+    optimizer = outer_of(run).level.head.optimizer
+    assert {float(state["step"]) for state in optimizer.state.values()} == {3.0}
+
+
+def test_two_tasks_with_the_weights_of_equation_5() -> None:
+    run = joint_run()
+    objective, engine = run.trainer.objective, run.engine
+    assert isinstance(objective, JointObjective) and objective.tasks == ("reconstruction", "classification")
+    own, other = run.trainer.source.next_window()[::2]
+    other.fields["row_weights"][1], other.fields["labels"][1] = 0.0, -1  # a row that is not there
+    leaf = torch.randn_like(head_of(run)).requires_grad_()
+    other.extras = {HEAD: leaf, STEP: torch.tensor(0)}
+
+    with torch.no_grad():
+        plain: TaskLosses = objective.reconstruction(engine, own)
+        losses = objective(engine, own)
+    assert losses.sums.tolist() == [float(plain.sums), 0.0] and losses.counts.tolist() == [float(plain.counts), 0.0]
+
+    losses = objective(engine, other)
+    every = torch.arange(16).expand(4 * CROPS, -1)
+    tokens = engine(objective.patches(other), every, every[:, :0], output="features")
+    weight, bias = leaf[: CLASSES * 32].view(CLASSES, 32), leaf[CLASSES * 32 :]
+    logits = F.linear(tokens[:, 1:].mean(1), weight, bias).view(4, CROPS, CLASSES)[[0, 2, 3]]
+    expected = F.cross_entropy(
+        logits.flatten(0, 1).double(), other["labels"][[0, 2, 3]].repeat_interleave(CROPS), reduction="sum"
+    )
+    assert losses.counts.tolist() == objective.count(other).tolist() == [0.0, 3.0 * CROPS]
+    torch.testing.assert_close(losses.sums, torch.stack([expected.new_zeros(()), expected]), rtol=1e-5, atol=0.0)
+
+    run.trainer.train_step()
+    stats = run.trainer.history[-1]  # type: ignore[attr-defined]
+    assert stats.task_weights == (0.5, 1.0)
+    assert stats.loss == pytest.approx(0.5 * stats.task_losses[0] + stats.task_losses[1], rel=1e-6)
+    assert float(outer_of(run).level.train_loss) == pytest.approx(stats.task_losses[1], rel=1e-6)
+
+
+def first_gradient(run: MasksRun) -> tuple[Tensor, list[tuple[bool, set[str]]]]:
+    """The head's gradient in the first step, and what was added to each micro-batch that the objective saw."""
+    seen: list[tuple[bool, set[str]]] = []
+    batch_of = run.trainer.hooks.batch
+
+    def noted(ctx: StepContext, micro: Batch) -> Batch:
+        found = batch_of(ctx, micro)
+        seen.append((found.joined, set(found.extras)))
+        return found
+
+    run.trainer.hooks.batch = noted  # type: ignore[method-assign]
+    run.trainer.train_step()
+    return outer_of(run).gradient, seen
+
+
+@pytest.mark.parametrize("kind", ["pixels", "positions"])
+def test_adversaries_and_their_passes_leave_the_head_and_its_images_alone(kind: str) -> None:
+    reference, _ = first_gradient(joint_run())
+    ours, seen = first_gradient(joint_run(adversary=ADVERSARIES[kind]))
+    assert reference.norm() > 0
+    torch.testing.assert_close(ours, reference, rtol=1e-6, atol=1e-9)
+    assert [joined for joined, _ in seen].count(True) == 2  # once for each of the window's two, in no other pass
+    assert all("pixel_shift" not in extras and "patch_weights" not in extras for joined, extras in seen if joined)
+    added = "pixel_shift" if kind == "pixels" else "perturbation"
+    assert any(added in extras for joined, extras in seen if not joined)
+
+
+def test_a_skipped_step_moves_no_head_and_leaves_nothing_behind() -> None:
+    run = joint_run()
+    run.trainer.train_step()
+    before, check = head_of(run), run.engine.check_gradients
+    run.engine.check_gradients = lambda: check() * torch.inf  # type: ignore[method-assign]
+    run.trainer.train_step()
+    assert not run.trainer.history[-1].applied  # type: ignore[attr-defined]
+    assert torch.equal(head_of(run), before) and outer_of(run).leaf.grad is None
+    run.engine.check_gradients = check  # type: ignore[method-assign]
+    run.trainer.train_step()
+    assert not torch.equal(head_of(run), before)
+
+
+def test_held_out_rows_have_no_classification() -> None:
+    run = joint_run()
+    found = validate(run.engine, run.trainer.objective, [labelled(range(40, 44)), labelled(range(44, 48))], set())
+    plain = validate(run.engine, run.trainer.objective.reconstruction, [labelled(range(40, 48))], set())  # type: ignore[attr-defined]
+    assert found["tasks"]["classification"] == {"loss": None, "count": 0}
+    assert found["loss"] == pytest.approx(plain["loss"], rel=1e-6)
+    assert found["tasks"]["reconstruction"]["count"] == plain["tasks"]["reconstruction"]["count"]
+
+
+def test_head_dropout_is_of_the_step_and_the_position() -> None:
+    """A prepass sees what the weighted pass sees; the next step sees another."""
+    run = joint_run(multilevel={"head_dropout": 0.5})
+    objective, other = run.trainer.objective, run.trainer.source.next_window()[2]
+    losses = []
+    for step in (0, 0, 1):
+        other.extras = {HEAD: head_of(run), STEP: torch.tensor(step)}
+        losses.append(float(objective(run.engine, other).sums[1].detach()))
+    assert losses[0] == losses[1] != losses[2]
+
+
+def tuned_run(micro_size: int = 4, dtype: torch.dtype = torch.float32, **changes: Any) -> MasksRun:
+    multilevel = {"kind": "fine_tuning", "proximity": 20.0, **changes.pop("multilevel", {})}
+    layout = Layout(micro_size=micro_size)
+    return masks_run(layout, mask_config(layout, multilevel=multilevel, **changes), dtype=dtype)
+
+
+def tuned_outer(run: MasksRun) -> FineTunedValidationLoss:
+    assert run.hook is not None and isinstance(run.hook.outer, FineTunedValidationLoss)
+    return run.hook.outer
+
+
+def test_it_starts_where_the_first_is_and_is_an_engine_of_the_hook() -> None:
+    config = mask_config(Layout())
+    engine = plain(MaskedAutoencoder(config), config)
+    with torch.no_grad():
+        for parameter in engine.module.parameters():
+            parameter.add_(0.1)  # as if the run had started from given weights
+    tuned = second_encoder(context(engine, config))
+    assert all(torch.equal(tuned.module.get_parameter(name), value) for name, value in copies(engine.module).items())
+    run = tuned_run()
+    assert run.hook is not None and run.hook.engines()[FINE_TUNED] is tuned_outer(run).tuned
+    assert all({"exp_avg", "exp_avg_sq"} <= set(piece.tensors) for piece in tuned_outer(run).tuned.pieces())
+
+
+def test_with_gradient_descent_a_step_is_down_the_sum_of_equation_13() -> None:
+    """F' = F - eta d/dF (L_cls(D_tr; F, C) + lambda ||F - E||^2), by automatic differentiation."""
+    run = tuned_run(dtype=torch.float64, optimizer={"kind": "sgd", "lr": 0.01}, multilevel={"unroll": 1})
+    for _ in range(2):
+        run.trainer.train_step()
+    head = tuned_outer(run).level.head.parameters
+    before = {name: value.requires_grad_() for name, value in copies(run.networks[1]).items()}
+    assert any(not torch.equal(value, run.model.get_parameter(name)) for name, value in before.items())
+    run.trainer.train_step()  # E moves first
+    encoder = copies(run.model)
+    distance = torch.stack([(value - encoder[name]).square().sum() for name, value in before.items()]).sum()
+    batch = labelled(range(D_TR + 16, D_TR + 24))
+    loss = cross_entropy(run.networks[1], before, (head.weight, head.bias), batch, "mean") + 20.0 * distance
+    gradients = torch.autograd.grad(loss, list(before.values()))
+    expected = {n: v.detach() - 0.01 * g for (n, v), g in zip(before.items(), gradients, strict=True)}
+    assert relative(copies(run.networks[1]), expected) < 1e-12
+    assert float(tuned_outer(run).distance) == pytest.approx(float(distance.detach().sqrt()), rel=1e-12)
+
+
+def test_a_gradient_that_is_not_finite_leaves_the_pull() -> None:
+    run = tuned_run(multilevel={"unroll": 1})
+    run.trainer.train_step()
+    outer, before = tuned_outer(run), copies(run.networks[1])
+    head, check = outer.level.head.parameters.flat(), outer.tuned.check_gradients
+    outer.tuned.check_gradients = lambda: check() * torch.inf  # type: ignore[method-assign]
+    run.trainer.train_step()
+    pull = 2 * run.trainer.history[-1].lr * 20.0  # type: ignore[attr-defined]
+    expected = {name: value + pull * (run.model.get_parameter(name) - value) for name, value in before.items()}
+    assert relative(copies(run.networks[1]), {name: value.detach() for name, value in expected.items()}) < 1e-7
+    assert torch.equal(outer.level.head.parameters.flat(), head)
+    assert outer.tuned.optimizer_steps() == 1
+    outer.tuned.check_gradients = check  # type: ignore[method-assign]
+    run.trainer.train_step()
+    assert outer.tuned.optimizer_steps() == 2
+
+
+def test_the_network_s_eps_carries_what_its_gradients_carry() -> None:
+    eps: dict[float, float] = {}
+    for proximity in (1.0, 20.0):
+        run = tuned_run(multilevel={"proximity": proximity})
+        assert run.hook is not None
+        network: Any = run.hook.masker.network
+        eps[proximity] = network.optimizer.param_groups[0]["eps"]
+        assert eps[proximity] == run.hook.masker.eps
+    assert eps[20.0] == pytest.approx(1e-8 * 3e-3 * 2 * 3e-3 * 20.0) and eps[20.0] == pytest.approx(20 * eps[1.0])
+
+
+def context(engine: PlainEngine, config: Config, make_engine: MakeEngine | None = None) -> RunContext:
+    """A run with this engine that can make another model and engine."""
+    objective: Any = None
+    return RunContext(
+        config=config,
+        objective=objective,
+        engine=engine,
+        make_engine=make_engine or plain,
+        make_model=lambda: MaskedAutoencoder(config),
+    )
+
+
+def plain(module: torch.nn.Module, config: Config) -> PlainEngine:
+    return PlainEngine(module, config, device=torch.device("cpu"))

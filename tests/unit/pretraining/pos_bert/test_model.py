@@ -1,14 +1,17 @@
-"""Our model against transformers' BertForPreTraining with the same weights."""
+"""Our model against transformers' BertForPreTraining with the same weights; padding of rows is not computed and that of
+the vocabulary has no influence, with equal results."""
 
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import BertForPreTraining
 
 from tests.unit.methods.balancing.toy import balancer, take_step
@@ -25,6 +28,8 @@ from tests.unit.models.masked_rows import (
 )
 from trp_scale.core.batch import Batch
 from trp_scale.data.text.dataset import GROUPS
+from trp_scale.models.initialise import build_with_initialisers, initialisers
+from trp_scale.pretraining.pos_bert.batch import KEPT_LENGTHS, kept_positions
 from trp_scale.pretraining.pos_bert.model import (
     BertForMaskedPositions,
     bert_config,
@@ -199,3 +204,117 @@ def test_dropout_acts_in_training_only_and_follows_the_seed() -> None:
 @pytest.mark.parametrize(("size", "padded"), [(1, 64), (63, 64), (64, 64), (65, 128), (90, 128), (30522, 30528)])
 def test_the_vocabulary_is_padded_to_a_multiple_of_64(size: int, padded: int) -> None:
     assert padded_vocabulary(size) == padded
+
+
+ROWS = 11
+
+
+def keeping(batch: Batch, places: Tensor | None = None) -> Batch:
+    """The batch with the places that its builder keeps, or with these."""
+    found = torch.from_numpy(kept_positions(batch["attention_mask"].numpy())) if places is None else places
+    return replace(batch, fields={**batch.fields, "kept": found})
+
+
+def task_sums(model: BertForMaskedPositions, batch: Batch) -> Tensor:
+    return PosMaskedLanguageModelling(PosBertObjectiveConfig(), GROUPS, hidden_size=16)(model, batch).sums
+
+
+def losses_and_gradients(model: BertForMaskedPositions, batch: Batch) -> list[Tensor]:
+    model.zero_grad()
+    sums = task_sums(model, batch)
+    # Each task with a weight of its own, so that gradients cannot agree by a sum.
+    (sums @ torch.linspace(0.5, 2.0, len(sums), dtype=sums.dtype)).backward()
+    return [sums.detach(), *(parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None)]
+
+
+@pytest.mark.parametrize("places", ["real", "of the builder", "all"])
+def test_losses_and_gradients_are_those_of_padded_rows(places: str) -> None:
+    model, batch = small_model().double().train(), masked_rows(ROWS)
+    real = batch["attention_mask"].flatten()
+    kept = {"real": real.nonzero().flatten(), "of the builder": None, "all": torch.arange(len(real))}[places]
+    ours, padded = losses_and_gradients(model, keeping(batch, kept)), losses_and_gradients(model, batch)
+    assert len(ours) == len(padded) == 1 + len(list(model.parameters()))
+    for one, other in zip(ours, padded, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-10)
+
+
+def test_only_kept_positions_are_computed() -> None:
+    model, batch = small_model(), keeping(masked_rows(ROWS))
+    kept, seen = len(batch["kept"]), []
+    assert int(batch["attention_mask"].sum()) <= kept < ROWS * LENGTH
+    for name, layer in model.named_modules():
+        if isinstance(layer, torch.nn.Linear | torch.nn.LayerNorm) and name.startswith("bert.e"):
+            layer.register_forward_hook(lambda layer, given, found, name=name: seen.append((name, found.shape[:-1])))
+    task_sums(model, batch)
+    last, read = "encoder.layer.1", (ROWS, 1 + batch["masked_positions"].shape[1])
+    for name, shape in seen:
+        chosen = last in name and not name.endswith((".key", ".value"))
+        assert shape == (read if chosen else (1, kept) if "embeddings" in name else (kept,)), name
+    assert len(seen) == 1 + 2 * (4 + 2 + 2)
+
+
+@pytest.mark.parametrize(("rows", "length"), [(1, 8), (3, 24), (32, 128), (5, 77)])
+def test_lists_have_few_lengths(rows: int, length: int) -> None:
+    """Lists contain each real position, in order, and the first padding positions up to the next 64th."""
+    generator, lengths = np.random.default_rng(0), set()
+    for _ in range(200):
+        real = np.arange(length) < generator.integers(3, length + 1, (rows, 1))
+        kept, flat = kept_positions(real), real.ravel()
+        part = -(-rows * length // KEPT_LENGTHS)
+        assert (np.diff(kept) > 0).all() and flat[kept].sum() == flat.sum()
+        assert flat.sum() <= len(kept) < flat.sum() + part and (len(kept) % part == 0 or len(kept) == rows * length)
+        added = kept[~flat[kept]]
+        assert (added == np.flatnonzero(~flat)[: len(added)]).all()
+        lengths.add(len(kept))
+    assert len(lengths) <= KEPT_LENGTHS + 1
+
+
+OBJECTIVE = PosMaskedLanguageModelling(PosBertObjectiveConfig(), GROUPS, hidden_size=32)
+BATCH = masked_rows(7)
+
+
+def padded(model: BertForMaskedPositions) -> dict[str, nn.Parameter]:
+    return {name: parameter for name, parameter in model.named_parameters() if name in model.padded_parameters}
+
+
+def gradients(model: BertForMaskedPositions) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    OBJECTIVE(model, BATCH).sums.sum().backward()  # type: ignore[no-untyped-call]
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def test_padding_has_probability_zero() -> None:
+    model = small_model()
+    with torch.no_grad():
+        out = model(BATCH["tokens"], BATCH["token_types"], BATCH["attention_mask"], BATCH["masked_positions"])
+    probability = out.prediction_logits.softmax(-1)
+    assert not probability[..., VOCABULARY:].any()
+    assert probability[..., :VOCABULARY].sum(-1).numpy() == pytest.approx(1.0, abs=1e-6)
+    assert (probability[..., :VOCABULARY] > 0).all()
+
+
+def test_the_output_bias_is_whole_after_a_cut_over_ranks() -> None:
+    """An engine asks for the values when it has cut the parameters."""
+    bias, logits = "cls.predictions.bias", torch.randn(VOCABULARY)
+
+    def with_bias() -> BertForMaskedPositions:
+        model = BertForMaskedPositions(small_sizes(), vocab_size=VOCABULARY, seed=0)
+        model.set_output_bias(logits)
+        return model
+
+    whole, model = with_bias().get_parameter(bias), build_with_initialisers(with_bias)
+    value = initialisers(model)[bias]
+    model.tensor_plan.cut_first_dimension(model, ranks=2, rank=1)
+    assert len(model.get_parameter(bias)) == len(whole) // 2
+    assert torch.equal(value(), whole)
+
+
+def test_padding_weights_do_not_change_loss_or_gradients() -> None:
+    model = small_model()
+    before, losses = gradients(model), OBJECTIVE(model, BATCH).sums
+    with torch.no_grad():
+        for parameter in padded(model).values():
+            parameter[VOCABULARY:] = 1e3
+    assert torch.equal(OBJECTIVE(model, BATCH).sums, losses)
+    after = gradients(model)
+    assert [name for name in before if not torch.equal(before[name], after[name])] == []
