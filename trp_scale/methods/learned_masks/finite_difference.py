@@ -27,7 +27,7 @@ from trp_scale.core.engine import Engine
 from trp_scale.core.hooks import StepContext
 from trp_scale.core.pieces import Shards, whole_tensors
 from trp_scale.core.run import PatchObjective, RunContext, task_losses
-from trp_scale.methods.learned_masks.head import HeadLevel, HeadStep, global_sum
+from trp_scale.methods.learned_masks.head import HeadLevel, HeadStep, global_sum, row_count
 from trp_scale.methods.learned_masks.masks import MaskedWindow, MaskFactors, masked_config
 
 SMALLEST = 1e-30
@@ -135,14 +135,12 @@ class WholeStep:
     Attributes:
         before, after: E and E', unsharded, float64.
         response: elementwise derivative of E - E' by the gradient.
-        number: number of the run's step.
     """
 
     before: Weights
     after: Weights
     response: Weights
     update: HeadUpdate
-    number: int
 
 
 class ExactComparison:
@@ -211,19 +209,20 @@ def _encoder_gradient(
 
     def parts(window: Sequence[Batch], *, learning: bool) -> list[Any]:
         batches = [(micro, level.features(engine, [micro])[0].double()) for micro in window]
-        return [level.head_input(batch, micro, learning=learning, step=step.number) for micro, batch in batches]
+        return [level.head_input(batch, micro, learning=learning, step=ctx.step) for micro, batch in batches]
 
-    train, validation = parts(step.update.train, learning=True), parts(step.update.validation, learning=False)
-    counts = [torch.stack([part.weights.sum() for part in level_parts]).sum() for level_parts in (train, validation)]
+    head, update = level.head, step.update
+    train, validation = parts(update.train, learning=True), parts(update.validation, learning=False)
+    counts = [row_count(inputs) for inputs in (train, validation)]
     rows_train, rows = (count.clamp(min=1) for count in global_sum(ctx.data_group, counts))
-    start = step.update.head.before.flat().double().requires_grad_()
-    loss = torch.stack([level.loss(part, step.update.head.before.like(start)) for part in train]).sum() / rows_train
+    start = update.head.before.flat().double().requires_grad_()
+    loss = torch.stack([head.loss(part, update.head.before.like(start)) for part in train]).sum() / rows_train
     (gradient,) = torch.autograd.grad(loss, start, create_graph=True)
-    moved = step.update.head.parameters.flat().double().requires_grad_()
-    outer = torch.stack([level.loss(part, step.update.head.parameters.like(moved)) for part in validation]).sum() / rows
+    moved = update.head.parameters.flat().double().requires_grad_()
+    outer = torch.stack([head.loss(part, update.head.parameters.like(moved)) for part in validation]).sum() / rows
     direct, by_head = _gradients(outer, weights), torch.autograd.grad(outer, moved, retain_graph=True)[0]
     (by_head,) = global_sum(ctx.data_group, [by_head])
-    path = _gradients(-(step.update.head.response.double() * by_head * gradient).sum(), weights)
+    path = _gradients(-(update.head.response.double() * by_head * gradient).sum(), weights)
     summed = global_sum(ctx.data_group, [direct[name] + path[name] for name in weights])
     return dict(zip(weights, summed, strict=True))
 

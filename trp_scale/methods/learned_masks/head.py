@@ -60,6 +60,23 @@ class HeadStep:
     response: Tensor
 
 
+@dataclass(frozen=True, kw_only=True)
+class HeadInput:
+    """Features, labels and weights of one micro-batch.
+
+    Attributes:
+        features: [B, D], B = R k, at least fp32.
+        labels: [B] int64.
+        weights: [B], 0 for padding rows.
+        dropout_seed: set for D_tr; `None` for D_val, which has no dropout.
+    """
+
+    features: Tensor
+    labels: Tensor
+    weights: Tensor
+    dropout_seed: int | None = None
+
+
 class Head:
     """Features [B, D] -> logits [B, K], trained by AdamW with decay of the matrix only.
 
@@ -99,28 +116,18 @@ class Head:
         """Return a detached copy, which later steps do not change."""
         return HeadParameters(weight=self.own.weight.detach().clone(), bias=self.own.bias.detach().clone())
 
-    def prepare(self, features: Tensor, dropout_seed: int | None) -> Tensor:
-        """Normalise features [B, D], and apply dropout if a seed is passed; equal seeds drop equal elements."""
+    def loss(self, part: HeadInput, parameters: HeadParameters) -> Tensor:
+        """Return the weighted sum of the rows' cross-entropies, 0-dimensional. Equal dropout seeds drop equal
+        elements."""
+        features = part.features
         if self.settings.head_norm == "layer":
             features = F.layer_norm(features, features.shape[-1:])
-        if dropout_seed is not None and self.settings.head_dropout > 0:
-            reseed(features.device, dropout_seed)
+        if part.dropout_seed is not None and self.settings.head_dropout > 0:
+            reseed(features.device, part.dropout_seed)
             features = F.dropout(features, self.settings.head_dropout)
-        return features
-
-    def loss(
-        self, features: Tensor, labels: Tensor, weights: Tensor, parameters: HeadParameters, dropout_seed: int | None
-    ) -> Tensor:
-        """Return the weighted sum of the cross-entropies, 0-dimensional.
-
-        Args:
-            features: [B, D].
-            labels: [B] int64.
-            weights: [B], 0 for padding rows.
-        """
-        logits = F.linear(self.prepare(features, dropout_seed), parameters.weight, parameters.bias)
-        known = torch.where(weights > 0, labels, torch.zeros_like(labels))  # padding rows have label -1
-        return (F.cross_entropy(logits, known, reduction="none") * weights).sum()
+        logits = F.linear(features, parameters.weight, parameters.bias)
+        known = torch.where(part.weights > 0, part.labels, torch.zeros_like(part.labels))  # padding rows have label -1
+        return (F.cross_entropy(logits, known, reduction="none") * part.weights).sum()
 
     def adamw_step(self, gradient: Tensor, scale: float) -> HeadStep:
         """Make a step of AdamW. If the gradient is not finite, only the step count of the bias correction changes.
@@ -179,23 +186,6 @@ HeadRule = Callable[[Tensor], HeadStep]
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeadInput:
-    """Features, labels and weights of one micro-batch.
-
-    Attributes:
-        features: [B, D], B = R k, at least fp32.
-        labels: [B] int64.
-        weights: [B], 0 for padding rows.
-        dropout_seed: set for D_tr; `None` for D_val, which has no dropout.
-    """
-
-    features: Tensor
-    labels: Tensor
-    weights: Tensor
-    dropout_seed: int | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
 class LossGradients:
     """A sum of losses (0-dimensional) and its gradients by the features [B, D] and by the head [K D + K]."""
 
@@ -235,10 +225,6 @@ class HeadLevel:
             weights=batch["row_weights"].repeat_interleave(crops).to(features.dtype),
             dropout_seed=tensor_seed(self.config.training.seed, f"head/{step}/{batch.start}") if learning else None,
         )
-
-    def loss(self, part: HeadInput, parameters: HeadParameters) -> Tensor:
-        """Return the sum over the rows, 0-dimensional."""
-        return self.head.loss(part.features, part.labels, part.weights, parameters, part.dropout_seed)
 
     @torch.no_grad()
     def frozen_step(self, engine: Engine, window: Sequence[Batch], step: int, rule: HeadRule) -> HeadStep:
@@ -331,7 +317,7 @@ class HeadLevel:
 
         def loss(micro: Batch) -> Tensor:
             part = self.head_input(self.features(engine, [micro])[0], micro, learning=False, step=step)
-            gradients = self.loss(part, self.head.parameters) / rows
+            gradients = self.head.loss(part, self.head.parameters) / rows
             losses.append(gradients.detach())
             return gradients
 
@@ -343,7 +329,7 @@ class HeadLevel:
     def gradients(self, part: HeadInput, parameters: HeadParameters) -> LossGradients:
         """Return the sum of the rows' losses and its gradients."""
         features, flat = leaf(part.features), leaf(parameters.flat())
-        loss = self.loss(replace(part, features=features), parameters.like(flat))
+        loss = self.head.loss(replace(part, features=features), parameters.like(flat))
         by_features, by_head = torch.autograd.grad(loss, (features, flat))
         return LossGradients(by_features=by_features, by_head=by_head, loss=loss.detach())
 
@@ -356,7 +342,7 @@ class HeadLevel:
             by_head: dL_val / dC after the step, [K D + K].
         """
         features, flat = leaf(part.features), leaf(step.before.flat())
-        loss = self.loss(replace(part, features=features), step.before.like(flat))
+        loss = self.head.loss(replace(part, features=features), step.before.like(flat))
         (gradient,) = torch.autograd.grad(loss, flat, create_graph=True)
         (derivative,) = torch.autograd.grad(-(step.response * by_head * gradient).sum(), features)
         return derivative

@@ -215,8 +215,8 @@ class ValidationLoss(OuterObjective):
         self.response_norm = direction.norm()
         gradients = self.through_inner_step(ctx, window, direction, base)
         if self.exact.due():
-            weights = (base, engine.weights(), respond(base.times(0.0).shift(1.0)))  # base is restored up to rounding
-            self.compare(ctx, window, gradients, *(whole(engine, shards) for shards in weights))
+            response = respond(base.times(0.0).shift(1.0))
+            self.compare(ctx, window, gradients, base, engine.weights(), response)  # base is restored up to rounding
         return gradients
 
     def through_inner_step(
@@ -243,15 +243,15 @@ class ValidationLoss(OuterObjective):
         ctx: StepContext,
         window: MaskedWindow,
         approximate: Hypergradient,
-        before: Weights,
-        after: Weights,
-        response: Weights,
+        before: Shards,
+        after: Shards,
+        response: Shards,
     ) -> None:
         """Compare with the exact hypergradient of one inner step; see `WholeStep`."""
         assert self.last is not None, "the head made a step"
-        after, response = self.outer_encoder(ctx, after, response)
-        step = WholeStep(before=before, after=after, response=response, update=self.last, number=ctx.step)
-        self.last = None
+        start, end, slope = (whole(ctx.engine, shards) for shards in (before, after, response))
+        end, slope = self.outer_encoder(ctx, end, slope)
+        step, self.last = WholeStep(before=start, after=end, response=slope, update=self.last), None
         ((_, gradients),) = approximate
         self.exact.compare(ctx, self.derivative, self.level, window, gradients, step)
 
@@ -297,7 +297,6 @@ class UnrolledValidationLoss(ValidationLoss):
     At the start of a cycle the encoder makes `unroll` inner steps of gradient descent on the next windows, and the head
     makes one step from there. The outer step descends on the loss on D_val at these weights. Then the weights are
     restored, and the real steps of the cycle use the new masks.
-
     """
 
     uses_last_step = False
@@ -328,20 +327,16 @@ class UnrolledValidationLoss(ValidationLoss):
         self.response_norm = rate * self.direction_norm
         results = [self._through(steps[-1], direction.times(rate))]
         if self.exact.due():
-            self._compare(steps[-1], end, results[0], rate)
+            last, present = steps[-1], engine.weights()
+            before = present if last.offset is None else present.plus(last.offset)
+            response = present.times(0.0).shift(rate)
+            self.compare(last.ctx, last.window, results[0], before, present.plus(end), response)
         if self.settings.derivative == "full":
             for earlier, step in zip(reversed(steps[:-1]), reversed(steps), strict=False):
                 # dE_{k+1} / dE_k = 1 - eta_E Hessian
                 direction = direction.plus(self._hessian_product(step, direction), -rate)
                 results.append(self._through(earlier, direction.times(rate)))
         return [pair for pairs in results for pair in pairs]
-
-    def _compare(self, step: InnerStep, end: Shards, approximate: Hypergradient, rate: float) -> None:
-        """Compare with the exact hypergradient of the last step."""
-        engine, present = step.ctx.engine, step.ctx.engine.weights()
-        before = present if step.offset is None else present.plus(step.offset)
-        weights = (before, present.plus(end), present.times(0.0).shift(rate))
-        self.compare(step.ctx, step.window, approximate, *(whole(engine, shards) for shards in weights))
 
     def _unroll(self, ctx: StepContext, choose: Choose, rate: float) -> tuple[list[InnerStep], Shards]:
         """Return the differentiated steps, and the offset of the weights after them (eq. 6)."""

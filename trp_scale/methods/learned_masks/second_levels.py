@@ -82,7 +82,7 @@ class JointObjective(PatchObjective):
             return pad_absent_task(self.reconstruction(forward, batch))
         level, head, step = self.level, batch.extras[HEAD], int(batch.extras[STEP])
         part = level.head_input(level.features(forward, [batch])[0], batch, learning=True, step=step)
-        loss = level.loss(part, level.head.own.like(head)).double()
+        loss = level.head.loss(part, level.head.own.like(head)).double()
         absent = loss.new_zeros(len(self.tasks) - 1)
         return TaskLosses(sums=torch.cat([absent, loss.reshape(1)]), counts=self.count(batch))
 
@@ -199,7 +199,7 @@ class FineTunedValidationLoss(ValidationLoss):
         tuned.clear_unused_gradients()  # the decoder is not used
         for number, micro in enumerate(window):
             part = level.head_input(level.features(tuned, [micro])[0], micro, learning=True, step=ctx.step)
-            losses.append(level.loss(part, level.head.own.like(head)) / rows)
+            losses.append(level.head.loss(part, level.head.own.like(head)) / rows)
             tuned.backward(losses[-1], last=number == len(window) - 1)
             losses[-1] = losses[-1].detach()
         assert head.grad is not None, "every micro-batch passes the head"
