@@ -274,31 +274,33 @@ def measure_samples(tasks: int) -> Samples:
         net = math.log(1 + 16 * 2 * HIGH / EPSILON * math.sqrt(a * risk))
         return 8 * HIGH**2 / EPSILON**2 * (net + math.log(2 / DELTA))
 
-    shares = torch.linspace(0.04, 0.96, 24, dtype=torch.float64).tolist()
-    needed = (max(count_samples(share, (1 - share) / a, start, a) for share in shares) for start in starts)
+    shares = torch.linspace(0.04, 0.96, 24, dtype=torch.float64)
+    needed = (count_samples(shares, (1 - shares) / a, start, a) for start in starts)
     return Samples(tasks, *map(bound, starts), *needed)
 
 
-def count_samples(first: float, second: float, start: float, a: float) -> int:
-    """Return the least number of samples from which on the minimiser of the empirical risk of
-    first a (x - 1)^2 + second b x^2 within eq. 11's ball has an excess of EPSILON or less with probability 1 - DELTA.
+def count_samples(first: Tensor, second: Tensor, start: float, a: float) -> int:
+    """Return the least number of samples from which on, for all S of the downstream tasks first, second [S], the
+    minimiser of the empirical risk of first a (x - 1)^2 + second b x^2 within eq. 11's ball has an excess of EPSILON or
+    less with probability 1 - DELTA.
 
     The number of HIGH factors is binomial, so the probability is exact; up to 63 samples are tried.
     """
+    first, second = first[:, None, None], second[:, None, None]
     optimum, needed = first / (first + second), 1
 
-    def risk(x: Any) -> Any:
+    def risk(x: Tensor | float) -> Tensor:
         return first * (x - 1) ** 2 + second * x**2
 
-    radius = math.sqrt(a * risk(start))
+    radius = (a * risk(start)).sqrt()
     for count in range(1, 64):
         high = torch.arange(count + 1, dtype=torch.float64)
         chances = torch.tensor([math.comb(count, k) / 2**count for k in range(count + 1)], dtype=torch.float64)
         factors = LOW * count + (HIGH - LOW) * high  # sums over the samples
-        points = first * factors[:, None] / (first * factors[:, None] + second * factors)  # [count + 1, count + 1]
+        points = first * factors[:, None] / (first * factors[:, None] + second * factors)  # [S, count + 1, count + 1]
         points = points.clamp(optimum - radius, optimum + radius)
-        failure = (chances[:, None] * chances * (risk(points) - risk(optimum) > EPSILON)).sum()
-        needed = count + 1 if failure > DELTA else needed
+        failures = (chances[:, None] * chances * (risk(points) - risk(optimum) > EPSILON)).sum((1, 2))
+        needed = count + 1 if bool((failures > DELTA).any()) else needed
     return needed
 
 

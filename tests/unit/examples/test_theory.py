@@ -86,7 +86,7 @@ def test_samples_stay_below_eq_13_and_its_bound_is_lower_from_the_maximum(findin
 def test_the_counted_samples_are_those_of_drawn_ones() -> None:
     """T = 3, the half of the first task: empirical minimisers of drawn samples, within the ball from the average."""
     first, second, a = 0.5, 0.25, 2.0
-    needed = theory.count_samples(first, second, 0.5, a)
+    needed = theory.count_samples(torch.tensor([first]).double(), torch.tensor([second]).double(), 0.5, a)
     optimum = first / (first + second)
     radius = (a * (first * 0.25 + second * 0.25)) ** 0.5
     generator = torch.Generator().manual_seed(0)

@@ -87,16 +87,11 @@ def random_weights(
 
 def positions(grid: int, width: int) -> Tensor:
     """[1, D, G, G]: sine and cosine of the row, then of the column, each of D / 4 angles."""
-    found = torch.empty(width, grid, grid, dtype=torch.float64)
     quarter = width // 4
-    for row in range(grid):
-        for column in range(grid):
-            for each in range(quarter):
-                rate = 10000 ** -(each / quarter)
-                values = (math.sin(row * rate), math.cos(row * rate), math.sin(column * rate), math.cos(column * rate))
-                for part, value in enumerate(values):
-                    found[part * quarter + each, row, column] = value
-    return found[None]
+    rates = 10000 ** -(torch.arange(quarter, dtype=torch.float64) / quarter)
+    angles = rates[:, None] * torch.arange(grid)  # [D / 4, G]
+    waves = torch.cat([angles.sin(), angles.cos()])  # [D / 2, G]
+    return torch.cat([waves[:, :, None].expand(-1, -1, grid), waves[:, None].expand(-1, grid, -1)])[None]
 
 
 def predict(

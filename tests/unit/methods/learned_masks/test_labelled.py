@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -16,7 +15,7 @@ from trp_scale.config import Config, RefusedError
 from trp_scale.core.batch import Batch
 from trp_scale.data.images.dataset import open_image_dataset
 from trp_scale.data.index import read_json, write_json
-from trp_scale.data.sources import Sources, TrainSource
+from trp_scale.data.sources import Downstream, Sources, TrainSource
 from trp_scale.methods.learned_masks.labelled import shared_workers
 from trp_scale.pretraining.base import open_sources
 
@@ -35,6 +34,12 @@ def learned(path: Path, **sections: dict[str, object]) -> Config:
 
 def opened(config: Config, rank: int = 0, world: int = 1) -> Sources:
     return open_sources(config, rank=rank, world=world)
+
+
+def labelled(config: Config) -> Downstream:
+    downstream = opened(config).downstream
+    assert downstream is not None
+    return downstream
 
 
 def keys_of_an_epoch(source: TrainSource) -> set[int]:
@@ -60,9 +65,8 @@ def test_the_sources_part_the_images(images: Path, fraction: float, unlabelled: 
     assert train == (d_train | d_val if unlabelled == "all" else d_train)
     expected = {"train": train, "downstream_train": d_train, "downstream_validation": d_val, "validation": held}
     assert sources.rows() == {name: len(keys) for name, keys in expected.items() if keys}
-    other = opened(learned(images, data={"validation_fraction": fraction}, training={"seed": 5}))
-    assert other.downstream is not None
-    assert keys_of_an_epoch(other.downstream.validation) == d_val  # the seed moves no image across
+    other = labelled(learned(images, data={"validation_fraction": fraction}, training={"seed": 5}))
+    assert keys_of_an_epoch(other.validation) == d_val  # the seed moves no image across
 
 
 def test_without_learned_masks_nothing_changes(images: Path) -> None:
@@ -81,10 +85,8 @@ def test_without_learned_masks_nothing_changes(images: Path) -> None:
 
 
 def test_labels_and_images_are_those_of_the_keys(images: Path) -> None:
-    sources = opened(learned(images))
-    assert sources.downstream is not None
-    numbers = sample_of_key(images)
-    for source in (sources.downstream.train, sources.downstream.validation):
+    sources, numbers = labelled(learned(images)), sample_of_key(images)
+    for source in (sources.train, sources.validation):
         for batch in source.next_window():
             assert batch["labels"].tolist() == [numbers[key] % 3 for key in batch.keys.tolist()]
             assert (batch["row_weights"] == 1).all() and batch["images"].shape[1:] == (2, 3, 32, 32)
@@ -192,10 +194,10 @@ def test_sources_share_the_loader_s_workers(
 def test_an_unreadable_image_counts_nothing(images: Path, tmp_path: Path) -> None:
     samples = [sample(number, 16, 16) for number in range(8)]
     samples[3]["jpg"] = b"no image"
-    sources = opened(learned(write_images(tmp_path / "data", [samples], rows_per_block=1)))
-    assert sources.downstream is not None
-    of_both = [sources.downstream.train, sources.downstream.validation]
-    batches = [batch for source in of_both for _ in range(2) for batch in source.next_window()]
+    sources = labelled(learned(write_images(tmp_path / "data", [samples], rows_per_block=1)))
+    batches = [
+        batch for source in (sources.train, sources.validation) for _ in range(2) for batch in source.next_window()
+    ]
     unreadable = [key for batch in batches for key in batch.keys[batch["row_weights"] == 0].tolist()]
     assert {sample_of_key(tmp_path / "data")[key] for key in unreadable} == {3}
     assert {name for batch in batches for name in batch.corrupt} == {"image-000000/n00003"}
@@ -204,8 +206,7 @@ def test_an_unreadable_image_counts_nothing(images: Path, tmp_path: Path) -> Non
 def test_classes_come_from_the_labels_where_they_have_no_names(tmp_path: Path) -> None:
     plain = [sample(number, 8, 8, cls=str(number % 7).encode()) for number in range(30)]
     path = write_images(tmp_path / "plain", [plain], rows_per_block=1, changes={"classes": None})
-    sources = opened(learned(path))
-    assert sources.downstream is not None and sources.downstream.classes == 7
+    assert labelled(learned(path)).classes == 7
     assert open_image_dataset(path).samples.labels.tolist() == [number % 7 for number in range(30)]
 
 
@@ -261,10 +262,6 @@ def test_cautions(tmp_path: Path) -> None:
 
 def test_members_of_a_mixture_are_split_each(images: Path, tmp_path: Path) -> None:
     other = write_images(tmp_path / "other", [[sample(n, 8, 8) for n in range(40)]], rows_per_block=2)
-    sources = opened(learned(Path(f"a:0.5={images},b:0.5={other}")))
-    alone = opened(learned(images))
-    assert sources.downstream is not None and alone.downstream is not None
-    assert sources.downstream.train.rows + sources.downstream.validation.rows == 100
-    counts = np.array([alone.downstream.train.rows, alone.downstream.validation.rows])
-    more = np.array([sources.downstream.train.rows, sources.downstream.validation.rows])
-    assert (more > counts).all()
+    sources, alone = labelled(learned(Path(f"a:0.5={images},b:0.5={other}"))), labelled(learned(images))
+    assert sources.train.rows + sources.validation.rows == 100
+    assert sources.train.rows > alone.train.rows and sources.validation.rows > alone.validation.rows

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -201,29 +202,37 @@ MODERN = {
     "model__kind": "modern",
     "model__dropout": 0.0,
     "model__layer_norm_eps": 1e-5,
+    "model__local_attention": 8,
     "objective__next_sentence": "off",
     "training__steps": 1,
 }
 
 
-def test_a_run_is_exported_and_started_from_bit_for_bit(text_dataset: Path, tmp_path: Path) -> None:
-    pretrain_here(flags(text_dataset, tmp_path / "run", **MODERN))
-    export(tmp_path / "run", tmp_path / "hf")
-    theirs = ModernBertForMaskedLM.from_pretrained(tmp_path / "hf")
-    pieces = AutoTokenizer.from_pretrained(tmp_path / "hf")
+@pytest.fixture(scope="module")
+def exported(text_dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run, whose window is shorter than the rows, and its export hf."""
+    directory = tmp_path_factory.mktemp("modern")
+    pretrain_here(flags(text_dataset, directory / "run", **MODERN))
+    export(directory / "run", directory / "hf")
+    return directory
+
+
+def test_a_run_is_exported_and_started_from_bit_for_bit(exported: Path, text_dataset: Path, tmp_path: Path) -> None:
+    theirs = ModernBertForMaskedLM.from_pretrained(exported / "hf")
+    pieces = AutoTokenizer.from_pretrained(exported / "hf")
     assert theirs.config.pad_token_id == pieces.pad_token_id
-    weights = read_full_state(find_checkpoint(tmp_path / "run"))
+    weights = read_full_state(find_checkpoint(exported / "run"))
     state = to_transformers(weights, len(pieces), ModernBertForMaskedPositions)
     assert all(torch.equal(value, state[name]) for name, value in theirs.state_dict().items())
     still = {**MODERN, "optimizer__lr": 1e-30, "optimizer__weight_decay": 0.0}
-    pretrain_here(flags(text_dataset, tmp_path / "again", **still, model__weights=tmp_path / "hf"))
+    pretrain_here(flags(text_dataset, tmp_path / "again", **still, model__weights=exported / "hf"))
     for name, value in read_full_state(find_checkpoint(tmp_path / "again")).items():
         end = len(pieces) if name in ModernBertForMaskedPositions.padded_parameters else None  # padding comes back as 0
         torch.testing.assert_close(value[:end], weights[name][:end], rtol=0, atol=1e-29)
 
 
-def test_weights_of_another_tokenizer_are_refused(text_dataset: Path, tmp_path: Path) -> None:
-    pretrain_here(flags(text_dataset, tmp_path / "run", **MODERN))
+def test_weights_of_another_tokenizer_are_refused(exported: Path, text_dataset: Path, tmp_path: Path) -> None:
+    shutil.copytree(exported / "run", tmp_path / "run")
     vocabulary = tmp_path / "run" / "tokenizer" / "tokenizer.json"
     pieces = json.loads(vocabulary.read_text())["model"]["vocab"]
     first, second = list(pieces)[-2:]
@@ -235,11 +244,9 @@ def test_weights_of_another_tokenizer_are_refused(text_dataset: Path, tmp_path: 
 
 
 @pytest.mark.parametrize("source", ["run", "hf"])
-def test_a_loaded_encoder_equals_transformers(text_dataset: Path, tmp_path: Path, source: str) -> None:
-    """Of a run and of its export; the window is shorter than the rows."""
-    pretrain_here(flags(text_dataset, tmp_path / "run", **MODERN, model__local_attention=8))
-    export(tmp_path / "run", tmp_path / "hf")
-    encoder, theirs = trp.load(tmp_path / source), ModernBertModel.from_pretrained(tmp_path / "hf").eval()
+def test_a_loaded_encoder_equals_transformers(exported: Path, source: str) -> None:
+    """Of a run and of its export."""
+    encoder, theirs = trp.load(exported / source), ModernBertModel.from_pretrained(exported / "hf").eval()
     texts = [" ".join(["some words of a long sentence"] * 5), "a short one"]
     pieces = encoder.tokenizer(texts, padding=True, return_tensors="pt")
     assert len(pieces["input_ids"][0]) > 8 and not encoder.training
