@@ -15,7 +15,6 @@ from trp_scale.config import Config
 from trp_scale.core.engine import Engine
 from trp_scale.core.pieces import whole_tensors
 from trp_scale.methods.learned_masks.head import HeadLevel, LossGradients
-from trp_scale.methods.learned_masks.hypergradient import ValidationLoss
 from trp_scale.methods.learned_masks.masks import NETWORKS, MaskedWindow
 from trp_scale.pretraining.mae.model import MaskedAutoencoder
 
@@ -87,7 +86,6 @@ class Watched:
     """
 
     def __init__(self, run: MasksRun) -> None:
-        assert run.hook is not None
         masker = run.hook.masker
         self.gradient: Weights = {}
         self.network: Weights = {}
@@ -127,7 +125,6 @@ def update(
 ) -> Update:
     """Return the last update of a run of some cycles; collective over all ranks."""
     run = masks_run(layout, mask_config(layout, **changes), dtype=dtype)
-    assert run.hook is not None and isinstance(run.hook.outer, ValidationLoss)
     level, config, watched = run.hook.outer.level, run.trainer.config, Watched(run)
     for _ in range(cycles * config.multilevel.unroll - 1):
         run.trainer.train_step()

@@ -121,7 +121,7 @@ class MasksRun:
     """A trainer and its parts."""
 
     trainer: RecordingTrainer
-    hook: LearnedMasks | None
+    hook: LearnedMasks
     engine: Engine
     model: nn.Module
     networks: list[nn.Module]
@@ -186,7 +186,6 @@ class MasksResult(Result):
 def run_masks(layout: Layout, changes: dict[str, Any], *, halves: bool = False) -> MasksResult:
     """Train; call on all ranks."""
     run = masks_run(layout, mask_config(layout, **changes), halves=halves)
-    assert run.hook is not None
     network = run.hook.masker.network
     initial, network_initial = run.engine.full_weights(), network.full_weights()
     for _ in range(run.trainer.config.training.steps):

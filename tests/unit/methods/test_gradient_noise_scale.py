@@ -36,7 +36,6 @@ def test_averages_and_state_over_steps() -> None:
     found, step = [], hook.after_step
 
     def noting(ctx):  # type: ignore[no-untyped-def]
-        assert hook._squares is not None
         found.append(
             estimates(4 * hook._squares, ctx.stats().grad_norm ** 2, rows=2, count=4)
         )  # four micro-batches of two

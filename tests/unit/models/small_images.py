@@ -124,7 +124,6 @@ def image_rows(weights: Sequence[float], *, seed: int = 0) -> Batch:
 
 def perturbation(model: MaskedAutoencoder, *, seed: int = 0, scale: float = 1.0) -> Tensor:
     """A random vector of the model's shape, [numel] float64, which takes gradients."""
-    assert model.shape is not None
     generator = torch.Generator().manual_seed(7 + seed)
     drawn = torch.randn(model.shape.numel, generator=generator, dtype=torch.float64)
     return (scale * drawn).requires_grad_()

@@ -141,11 +141,9 @@ def test_shapes_of_vit_base(adversary: dict[str, Any], encoder: tuple[int, ...],
     sizes = (ModelConfig(), MaeVisionConfig(positions="relative", relative_mode=mode))
     shape = perturbation_shape(*sizes, make_settings("adversary", **adversary))
     both = perturbation_shape(*sizes, make_settings("adversary", where="both", **adversary))
-    assert shape is not None and both is not None
     assert (shape.encoder, shape.decoder, both.encoder, both.decoder) == (encoder, None, encoder, decoder)
     flat = torch.arange(both.numel)
     first, second = both.split(flat)
-    assert second is not None
     assert torch.equal(torch.cat([first.flatten(), second.flatten()]), flat)
     assert torch.equal(shape.split(flat[: shape.numel])[0], first) and shape.split(flat[: shape.numel])[1] is None
     assert first.data_ptr() == flat.data_ptr()  # views: a gradient of the one is a gradient of the other

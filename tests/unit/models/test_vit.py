@@ -142,7 +142,6 @@ def encoder_with(weights: dict[str, Tensor], **settings: object) -> ImageEncoder
     for name, value in settings.items():
         setattr(given.vision, name, value)
     encoder = ImageEncoder(given).double().eval()
-    assert encoder.fixed_positions is not None
     encoder.fixed_positions[1:] = sine_cosine(GRID, given.model.hidden_size)
     with torch.no_grad():
         for name, parameter in encoder.named_parameters():
@@ -239,7 +238,6 @@ def test_images_of_a_batch_share_their_offsets() -> None:
 def test_fixed_positions_of_another_grid_are_recomputed_or_stretched() -> None:
     width, grid = 24, GRID + 2
     computed = ImageEncoder(finetune_config(grid, pretraining_grid=GRID)).fixed_positions
-    assert computed is not None
     torch.testing.assert_close(computed[1:].double(), sine_cosine(grid, width), rtol=0, atol=1e-6)
     stretched = ImageEncoder(finetune_config(grid, pretraining_grid=GRID, positions="interpolated")).fixed_positions
     before = torch.cat([torch.zeros(1, width), sine_cosine(GRID, width).float()])[None]

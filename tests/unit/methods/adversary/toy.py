@@ -134,5 +134,4 @@ def gradient(setting: Setting, weight: Tensor, perturbation: Tensor, step: int) 
         shares = torch.softmax(by_task.detach(), 0)
     total = (shares * by_task).sum()
     total.backward()  # type: ignore[no-untyped-call]
-    assert weight.grad is not None and perturbation.grad is not None
     return weight.grad, perturbation.grad, float(total.detach())

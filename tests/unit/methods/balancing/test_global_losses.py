@@ -110,7 +110,6 @@ def test_exact_sums_over_ranks() -> None:
         twins = take_step(balancer(FOUR), FOUR, Losses(model), windows(accumulation), group=Twins())
         assert twins.weights == pytest.approx(alone.weights, abs=1e-14)
         assert sum(twins.totals) == pytest.approx(sum(alone.totals) / 2, rel=1e-13)
-        assert twins.ctx.sums is not None and alone.ctx.sums is not None
         assert twins.ctx.sums.tolist() == pytest.approx((2 * alone.ctx.sums).tolist(), rel=1e-13)
 
 

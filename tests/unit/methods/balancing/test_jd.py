@@ -27,9 +27,7 @@ STEPS = 8
 
 
 def jd(**settings: Any) -> JacobianDescent:
-    weigher = balancer(THREE, "jd", **settings)
-    assert isinstance(weigher, JacobianDescent)
-    return weigher
+    return balancer(THREE, "jd", **settings)
 
 
 def opposed(step: int) -> dict[str, Tensor]:

@@ -116,7 +116,6 @@ class Step:
 
     @property
     def weights(self) -> list[float]:
-        assert self.ctx.weights is not None
         return [float(weight) for weight in self.ctx.weights]
 
 
@@ -224,7 +223,6 @@ def descend(
         points.append(point.detach().clone())
         point.grad = None
         taken = take_step(weigher, problem, here, window, step=step)
-        assert point.grad is not None and taken.ctx.weights is not None
         weights.append(taken.ctx.weights)
         with torch.no_grad():
             point -= rate(step) * point.grad

@@ -47,7 +47,7 @@ def test_an_adversary_climbs_along_the_step_s_gradient_alone(update: str) -> Non
             vision={"tokens": "all"},
             multilevel={"mode": mode, "selection": selection, **STILL},
         )
-        assert run.hook is not None and run.hook.outer_steps == 2
+        assert run.hook.outer_steps == 2
         (vector,) = (each.vector.detach() for each in run.trainer.hooks.all if hasattr(each, "vector"))
         return vector, run.model.patch_embed.weight.detach()  # type: ignore[union-attr, return-value]
 
@@ -60,7 +60,6 @@ def test_an_adversary_climbs_along_the_step_s_gradient_alone(update: str) -> Non
 
 def test_a_head_s_gradient_that_is_not_finite_changes_nothing_and_teaches_nothing() -> None:
     run = after(4)
-    assert run.hook is not None
     head: Any = run.hook.outer.level.head  # type: ignore[attr-defined]
     kept = [tensor.clone() for tensor in head._tensors()]
     head.adamw_step(torch.full_like(head.parameters.flat(), torch.nan), 1.0)
@@ -75,7 +74,6 @@ def test_a_head_s_gradient_that_is_not_finite_changes_nothing_and_teaches_nothin
 
 def test_a_cycle_looks_ahead_once_also_when_its_first_step_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     run = started(multilevel={"mode": "look_ahead"})
-    assert run.hook is not None
     check, outer_steps = run.engine.check_gradients, []
     for step in range(6):
         skipped = step in (2, 3)
@@ -98,7 +96,6 @@ def test_a_curriculum_s_counts_are_those_of_the_masks_that_were_learned_from() -
 
 def test_nothing_large_is_held_between_steps() -> None:
     run = after(2)
-    assert run.hook is not None and run.hook.window is not None
     assert all(each.embeddings is None for each in run.hook.window.selections)
     outer: Any = run.hook.outer
     assert outer.base is None and outer.last is None
@@ -111,7 +108,6 @@ LAYOUT = Layout(micro_size=ROWS)
 def counted_cycle(config: Config) -> int:
     """What torch counts in the model and the masking network in a cycle with one update of the network."""
     run = masks_run(Layout(micro_size=config.batch.micro_size), config)
-    assert run.hook is not None
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         for _ in range(config.multilevel.unroll * config.multilevel.every):
             run.trainer.train_step()

@@ -74,7 +74,6 @@ def compared(dtype: torch.dtype = torch.float64, **changes: Any) -> dict[str, fl
     layout = Layout(micro_size=4)
     own = {"exact_every": 2, "difference": 1e-4 if dtype == torch.float64 else 1e-2, **changes.pop("multilevel", {})}
     run = masks_run(layout, mask_config(layout, multilevel=own, **changes), dtype=dtype)
-    assert run.hook is not None
     for step in range(2 * run.trainer.config.multilevel.unroll):
         run.trainer.train_step()
         if step < run.trainer.config.multilevel.unroll:
@@ -125,7 +124,6 @@ def looked_ahead(
     """(ours, exact) at the start of the second cycle, whose weights, head and network have moved."""
     own = {"mode": "look_ahead", "unroll": unroll, "look_ahead_lr": RATE, **settings.pop("multilevel", {})}
     run = start(micro_size=micro_size, multilevel=own, **settings)
-    assert run.hook is not None
     watched, config = Watched(run), run.trainer.config
     for _ in range(unroll):
         run.trainer.train_step()
@@ -159,7 +157,7 @@ def test_one_step_is_exact(settings: dict[str, Any], micro_size: int) -> None:
 @pytest.mark.parametrize("unroll", [2, 3])
 def test_several_steps_are_exact_with_the_full_derivative(unroll: int) -> None:
     ours, exact, run = looked_ahead({"multilevel": {"derivative": "full"}}, unroll=unroll)
-    assert run.hook is not None and run.hook.outer_steps == 2
+    assert run.hook.outer_steps == 2
     assert relative(ours, exact) < 1e-5
 
 
@@ -188,7 +186,7 @@ def test_the_steps_are_taken_back_and_the_real_ones_see_the_same_images() -> Non
         run = start(multilevel={"mode": mode, "unroll": 2, "lr": 1e-30, "weight_decay": 0.0, "head_lr": 0.03})
         for _ in range(4):
             run.trainer.train_step()
-        assert run.hook is not None and run.hook.outer_steps == 2
+        assert run.hook.outer_steps == 2
         return copies(run.model)
 
     committed, ahead = weights("committed"), weights("look_ahead")

@@ -15,7 +15,7 @@ from trp_scale.config import Config, RefusedError
 from trp_scale.core.batch import Batch
 from trp_scale.data.images.dataset import open_image_dataset
 from trp_scale.data.index import read_json, write_json
-from trp_scale.data.sources import Downstream, Sources, TrainSource
+from trp_scale.data.sources import Sources, TrainSource
 from trp_scale.methods.learned_masks.labelled import shared_workers
 from trp_scale.pretraining.base import open_sources
 
@@ -36,12 +36,6 @@ def opened(config: Config, rank: int = 0, world: int = 1) -> Sources:
     return open_sources(config, rank=rank, world=world)
 
 
-def labelled(config: Config) -> Downstream:
-    downstream = opened(config).downstream
-    assert downstream is not None
-    return downstream
-
-
 def keys_of_an_epoch(source: TrainSource) -> set[int]:
     windows = -(-source.rows // 12) + 1
     keys = torch.cat([batch.keys for _ in range(windows) for batch in source.next_window()])[: source.rows]
@@ -54,7 +48,7 @@ def keys_of_an_epoch(source: TrainSource) -> set[int]:
 def test_the_sources_part_the_images(images: Path, fraction: float, unlabelled: str) -> None:
     config = learned(images, data={"validation_fraction": fraction}, multilevel={"unlabelled": unlabelled})
     sources = opened(config)
-    assert sources.downstream is not None and sources.downstream.classes == 3
+    assert sources.downstream.classes == 3
     train, d_train, d_val = map(
         keys_of_an_epoch, (sources.train, sources.downstream.train, sources.downstream.validation)
     )
@@ -65,7 +59,7 @@ def test_the_sources_part_the_images(images: Path, fraction: float, unlabelled: 
     assert train == (d_train | d_val if unlabelled == "all" else d_train)
     expected = {"train": train, "downstream_train": d_train, "downstream_validation": d_val, "validation": held}
     assert sources.rows() == {name: len(keys) for name, keys in expected.items() if keys}
-    other = labelled(learned(images, data={"validation_fraction": fraction}, training={"seed": 5}))
+    other = opened(learned(images, data={"validation_fraction": fraction}, training={"seed": 5})).downstream
     assert keys_of_an_epoch(other.validation) == d_val  # the seed moves no image across
 
 
@@ -85,7 +79,7 @@ def test_without_learned_masks_nothing_changes(images: Path) -> None:
 
 
 def test_labels_and_images_are_those_of_the_keys(images: Path) -> None:
-    sources, numbers = labelled(learned(images)), sample_of_key(images)
+    sources, numbers = opened(learned(images)).downstream, sample_of_key(images)
     for source in (sources.train, sources.validation):
         for batch in source.next_window():
             assert batch["labels"].tolist() == [numbers[key] % 3 for key in batch.keys.tolist()]
@@ -114,12 +108,10 @@ def test_resume_continues_every_source(images: Path) -> None:
     config = learned(images, multilevel={"batch_size": 6})
 
     def next_of_all(sources: Sources) -> dict[str, torch.Tensor]:
-        assert sources.downstream is not None
         each = (sources.train, sources.downstream.train, sources.downstream.validation)
         return joined([source.next_window() for source in each])
 
     before = opened(config)
-    assert before.downstream is not None
     for _ in range(3):
         before.train.next_window()
     before.downstream.train.next_window()
@@ -161,7 +153,6 @@ def test_peeked_windows_are_the_next_ones(images: Path) -> None:
 def test_workers_of_all_sources_end(images: Path) -> None:
     before = set(multiprocessing.active_children())
     sources = opened(learned(images, data={"workers": 3}, multilevel={"unroll": 1, "every": 5}))
-    assert sources.downstream is not None
     assert "workers of a rank: 1 for D_u, 1 for D_tr, 1 for D_val" in " ".join(sources.notices)
     started = []
     try:
@@ -194,7 +185,7 @@ def test_sources_share_the_loader_s_workers(
 def test_an_unreadable_image_counts_nothing(images: Path, tmp_path: Path) -> None:
     samples = [sample(number, 16, 16) for number in range(8)]
     samples[3]["jpg"] = b"no image"
-    sources = labelled(learned(write_images(tmp_path / "data", [samples], rows_per_block=1)))
+    sources = opened(learned(write_images(tmp_path / "data", [samples], rows_per_block=1))).downstream
     batches = [
         batch for source in (sources.train, sources.validation) for _ in range(2) for batch in source.next_window()
     ]
@@ -206,7 +197,7 @@ def test_an_unreadable_image_counts_nothing(images: Path, tmp_path: Path) -> Non
 def test_classes_come_from_the_labels_where_they_have_no_names(tmp_path: Path) -> None:
     plain = [sample(number, 8, 8, cls=str(number % 7).encode()) for number in range(30)]
     path = write_images(tmp_path / "plain", [plain], rows_per_block=1, changes={"classes": None})
-    assert labelled(learned(path)).classes == 7
+    assert opened(learned(path)).downstream.classes == 7
     assert open_image_dataset(path).samples.labels.tolist() == [number % 7 for number in range(30)]
 
 
@@ -244,7 +235,6 @@ def test_cautions(tmp_path: Path) -> None:
     path = write_images(tmp_path / "sorted", [samples], rows_per_block=8, changes={"classes": names})
     config = learned(path, multilevel={"batch_size": 48})
     sources = opened(config)
-    assert sources.downstream is not None
     validation = sources.downstream.validation
     window = joined([validation.next_window()])  # goes round
     assert len(window["keys"]) == 48 and len(set(window["keys"].tolist())) == validation.rows < 48
@@ -262,6 +252,9 @@ def test_cautions(tmp_path: Path) -> None:
 
 def test_members_of_a_mixture_are_split_each(images: Path, tmp_path: Path) -> None:
     other = write_images(tmp_path / "other", [[sample(n, 8, 8) for n in range(40)]], rows_per_block=2)
-    sources, alone = labelled(learned(Path(f"a:0.5={images},b:0.5={other}"))), labelled(learned(images))
+    sources, alone = (
+        opened(learned(Path(f"a:0.5={images},b:0.5={other}"))).downstream,
+        opened(learned(images)).downstream,
+    )
     assert sources.train.rows + sources.validation.rows == 100
     assert sources.train.rows > alone.train.rows and sources.validation.rows > alone.validation.rows

@@ -39,7 +39,6 @@ class Lessons:
         self.networks = [copy.deepcopy(run.networks[0])]
         self.selections: list[list[Selection]] = []
         self.found: list[dict[str, float]] = []
-        assert run.hook is not None
         masker, step = run.hook.masker, run.hook.masker.outer_step
 
         def watched(hypergradient: Hypergradient, scale: float) -> bool:
@@ -79,7 +78,6 @@ def test_rows_that_are_not_there_do_not_count() -> None:
     layout = Layout(micro_size=4)
     run = masks_run(layout, mask_config(layout, multilevel=CYCLE, training={"steps": 1}))
     run.trainer.train_step()
-    assert run.hook is not None
     masker, hook = run.hook.masker, run.hook
     ctx: Any = run.trainer.context(list(run.trainer.source.next_window()), torch.ones(1).double())
     window = hook.choose(ctx, ctx.own_window)
@@ -105,7 +103,6 @@ def test_a_run_that_learned_nothing_yet_has_none_and_one_that_goes_on_has_the_la
     layout = Layout(micro_size=4)
     config = mask_config(layout, multilevel={"unroll": 2}, training={"steps": 4})
     run, other = masks_run(layout, config), masks_run(layout, config)
-    assert run.hook is not None and other.hook is not None
     run.trainer.train_step()
     assert "overlap_last" not in run.hook.metrics()
     run.trainer.train_step()

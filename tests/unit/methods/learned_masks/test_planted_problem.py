@@ -20,7 +20,6 @@ MARGIN, MEAN_MARGIN = 0.02, 0.05
 
 def record_moves(run: PlantedRun) -> list[float]:
     """Record the inner products of dL_val / dsigma with the change of sigma in each outer step."""
-    assert run.hook is not None
     moves: list[float] = []
     masker = run.hook.masker
     outer_step = masker.outer_step

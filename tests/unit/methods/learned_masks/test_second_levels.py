@@ -19,16 +19,13 @@ from tests.unit.methods.learned_masks.test_hypergradient import copies, relative
 from trp_scale.config import Config
 from trp_scale.core.batch import Batch, TaskLosses
 from trp_scale.core.hooks import StepContext
-from trp_scale.core.run import MakeEngine, RunContext
+from trp_scale.core.run import RunContext
 from trp_scale.engines.plain import PlainEngine
-from trp_scale.methods.learned_masks.hypergradient import ValidationLoss
 from trp_scale.methods.learned_masks.second_levels import (
     FINE_TUNED,
     HEAD,
     STEP,
-    FineTunedValidationLoss,
     JointObjective,
-    JointValidationLoss,
     second_encoder,
 )
 from trp_scale.pretraining.mae.model import MaskedAutoencoder
@@ -41,7 +38,6 @@ DECODER = ("decoder_", "prediction.", "mask_token")
 
 def weights_of(run: MasksRun, key: str) -> list[Weights]:
     """weight, exp_avg or exp_avg_sq of the encoder, the second encoder (the first without one), and the head."""
-    assert run.hook is not None and isinstance(run.hook.outer, ValidationLoss)
     head = run.hook.outer.level.head.state_dict()
     of_head = {name: values["value" if key == "weight" else key] for name, values in head.items()}
     return [state(run.engine, key), state(run.hook.engines().get(FINE_TUNED, run.engine), key), of_head]
@@ -123,13 +119,8 @@ def joint_run(micro_size: int = 4, **changes: Any) -> MasksRun:
     return masks_run(layout, mask_config(layout, multilevel=multilevel, **changes))
 
 
-def outer_of(run: MasksRun) -> JointValidationLoss:
-    assert run.hook is not None and isinstance(run.hook.outer, JointValidationLoss)
-    return run.hook.outer
-
-
 def head_of(run: MasksRun) -> Tensor:
-    return outer_of(run).level.head.parameters.flat()
+    return run.hook.outer.level.head.parameters.flat()
 
 
 def test_every_step_takes_a_window_of_both_sources() -> None:
@@ -142,9 +133,9 @@ def test_every_step_takes_a_window_of_both_sources() -> None:
         run.trainer.train_step()
     source: Any = run.trainer.source
     assert (source.own.cursor, source.joined.cursor) == (4 * 8, 4 * 12)
-    assert outer_of(run).sources.validation.cursor == 12  # type: ignore[attr-defined]  # one outer step in three
+    assert run.hook.outer.sources.validation.cursor == 12  # type: ignore[attr-defined]  # one outer step in three
     assert not torch.equal(before, head_of(run))
-    optimizer = outer_of(run).level.head.optimizer
+    optimizer = run.hook.outer.level.head.optimizer
     assert {float(state["step"]) for state in optimizer.state.values()} == {3.0}
 
 
@@ -177,7 +168,7 @@ def test_two_tasks_with_the_weights_of_equation_5() -> None:
     stats = run.trainer.history[-1]  # type: ignore[attr-defined]
     assert stats.task_weights == (0.5, 1.0)
     assert stats.loss == pytest.approx(0.5 * stats.task_losses[0] + stats.task_losses[1], rel=1e-6)
-    assert float(outer_of(run).level.train_loss) == pytest.approx(stats.task_losses[1], rel=1e-6)
+    assert float(run.hook.outer.level.train_loss) == pytest.approx(stats.task_losses[1], rel=1e-6)
 
 
 def first_gradient(run: MasksRun) -> tuple[Tensor, list[tuple[bool, set[str]]]]:
@@ -192,7 +183,7 @@ def first_gradient(run: MasksRun) -> tuple[Tensor, list[tuple[bool, set[str]]]]:
 
     run.trainer.hooks.batch = noted  # type: ignore[method-assign]
     run.trainer.train_step()
-    return outer_of(run).gradient, seen
+    return run.hook.outer.gradient, seen
 
 
 @pytest.mark.parametrize("kind", ["pixels", "positions"])
@@ -214,7 +205,7 @@ def test_a_skipped_step_moves_no_head_and_leaves_nothing_behind() -> None:
     run.engine.check_gradients = lambda: check() * torch.inf  # type: ignore[method-assign]
     run.trainer.train_step()
     assert not run.trainer.history[-1].applied  # type: ignore[attr-defined]
-    assert torch.equal(head_of(run), before) and outer_of(run).leaf.grad is None
+    assert torch.equal(head_of(run), before) and run.hook.outer.leaf.grad is None
     run.engine.check_gradients = check  # type: ignore[method-assign]
     run.trainer.train_step()
     assert not torch.equal(head_of(run), before)
@@ -246,22 +237,22 @@ def tuned_run(micro_size: int = 4, dtype: torch.dtype = torch.float32, **changes
     return masks_run(layout, mask_config(layout, multilevel=multilevel, **changes), dtype=dtype)
 
 
-def tuned_outer(run: MasksRun) -> FineTunedValidationLoss:
-    assert run.hook is not None and isinstance(run.hook.outer, FineTunedValidationLoss)
-    return run.hook.outer
-
-
 def test_it_starts_where_the_first_is_and_is_an_engine_of_the_hook() -> None:
     config = mask_config(Layout())
-    engine = plain(MaskedAutoencoder(config), config)
+
+    def make_engine(module: torch.nn.Module, config: Config) -> PlainEngine:
+        return PlainEngine(module, config, device=torch.device("cpu"))
+
+    engine = make_engine(MaskedAutoencoder(config), config)
     with torch.no_grad():
         for parameter in engine.module.parameters():
             parameter.add_(0.1)  # as if the run had started from given weights
-    tuned = second_encoder(context(engine, config))
+    makers = {"make_engine": make_engine, "make_model": lambda: MaskedAutoencoder(config)}
+    tuned = second_encoder(RunContext(config=config, objective=None, engine=engine, **makers))
     assert all(torch.equal(tuned.module.get_parameter(name), value) for name, value in copies(engine.module).items())
     run = tuned_run()
-    assert run.hook is not None and run.hook.engines()[FINE_TUNED] is tuned_outer(run).tuned
-    assert all({"exp_avg", "exp_avg_sq"} <= set(piece.tensors) for piece in tuned_outer(run).tuned.pieces())
+    assert run.hook.engines()[FINE_TUNED] is run.hook.outer.tuned
+    assert all({"exp_avg", "exp_avg_sq"} <= set(piece.tensors) for piece in run.hook.outer.tuned.pieces())
 
 
 def test_with_gradient_descent_a_step_is_down_the_sum_of_equation_13() -> None:
@@ -269,7 +260,7 @@ def test_with_gradient_descent_a_step_is_down_the_sum_of_equation_13() -> None:
     run = tuned_run(dtype=torch.float64, optimizer={"kind": "sgd", "lr": 0.01}, multilevel={"unroll": 1})
     for _ in range(2):
         run.trainer.train_step()
-    head = tuned_outer(run).level.head.parameters
+    head = run.hook.outer.level.head.parameters
     before = {name: value.requires_grad_() for name, value in copies(run.networks[1]).items()}
     assert any(not torch.equal(value, run.model.get_parameter(name)) for name, value in before.items())
     run.trainer.train_step()  # E moves first
@@ -280,13 +271,13 @@ def test_with_gradient_descent_a_step_is_down_the_sum_of_equation_13() -> None:
     gradients = torch.autograd.grad(loss, list(before.values()))
     expected = {n: v.detach() - 0.01 * g for (n, v), g in zip(before.items(), gradients, strict=True)}
     assert relative(copies(run.networks[1]), expected) < 1e-12
-    assert float(tuned_outer(run).distance) == pytest.approx(float(distance.detach().sqrt()), rel=1e-12)
+    assert float(run.hook.outer.distance) == pytest.approx(float(distance.detach().sqrt()), rel=1e-12)
 
 
 def test_a_gradient_that_is_not_finite_leaves_the_pull() -> None:
     run = tuned_run(multilevel={"unroll": 1})
     run.trainer.train_step()
-    outer, before = tuned_outer(run), copies(run.networks[1])
+    outer, before = run.hook.outer, copies(run.networks[1])
     head, check = outer.level.head.parameters.flat(), outer.tuned.check_gradients
     outer.tuned.check_gradients = lambda: check() * torch.inf  # type: ignore[method-assign]
     run.trainer.train_step()
@@ -304,24 +295,7 @@ def test_the_network_s_eps_carries_what_its_gradients_carry() -> None:
     eps: dict[float, float] = {}
     for proximity in (1.0, 20.0):
         run = tuned_run(multilevel={"proximity": proximity})
-        assert run.hook is not None
         network: Any = run.hook.masker.network
         eps[proximity] = network.optimizer.param_groups[0]["eps"]
         assert eps[proximity] == run.hook.masker.eps
     assert eps[20.0] == pytest.approx(1e-8 * 3e-3 * 2 * 3e-3 * 20.0) and eps[20.0] == pytest.approx(20 * eps[1.0])
-
-
-def context(engine: PlainEngine, config: Config, make_engine: MakeEngine | None = None) -> RunContext:
-    """A run with this engine that can make another model and engine."""
-    objective: Any = None
-    return RunContext(
-        config=config,
-        objective=objective,
-        engine=engine,
-        make_engine=make_engine or plain,
-        make_model=lambda: MaskedAutoencoder(config),
-    )
-
-
-def plain(module: torch.nn.Module, config: Config) -> PlainEngine:
-    return PlainEngine(module, config, device=torch.device("cpu"))

@@ -94,7 +94,6 @@ def test_under_a_perturbation(settings: dict[str, Any], where: str) -> None:
     """A shift of two patches reaches the edge of the table and the logarithm."""
     model, batch = built(settings | {"where": where}), crops(1)
     vector = perturbation(model, scale=2.0)
-    assert model.shape is not None
     parts = [to_perturbation(part, model.adversary) for part in model.shape.split(vector.detach())]
     assert (model.shape.decoder is None) == (where == "encoder")
     found, expected = model(*batch, perturbation=vector).prediction, plain_forward(model, batch, *parts)
@@ -113,7 +112,6 @@ def test_gradients_at_perturbed_positions_and_the_ascent(settings: dict[str, Any
     loss_of(model, batch, vector).backward()  # type: ignore[no-untyped-call]
     found = {name: parameter.grad for name, parameter in model.named_parameters()}
     model.zero_grad()
-    assert model.shape is not None and vector.grad is not None
     parts = [to_perturbation(part, model.adversary) for part in model.shape.split(plain)]
     target = batch.patches.gather(1, batch.masked.unsqueeze(-1).expand(-1, -1, batch.patches.shape[-1]))
     (plain_forward(model, batch, *parts) - target).square().mean().backward()  # type: ignore[no-untyped-call]
@@ -122,7 +120,6 @@ def test_gradients_at_perturbed_positions_and_the_ascent(settings: dict[str, Any
         assert parameter.grad is not None and parameter.grad.any(), name
     if settings.get("index") == "straight_through":  # tests/unit/models/test_relative_positions.py
         return
-    assert plain.grad is not None
     torch.testing.assert_close(vector.grad, plain.grad, rtol=0, atol=1e-10)
     hook = position_adversary(config.adversary, stand_in_run(config))
     with torch.no_grad():

@@ -147,7 +147,6 @@ def test_learned_positions_get_gradients(tokens: Literal["visible", "all"]) -> N
     model, batch = small_model(settings), crops(1)
     loss_of(model, batch).backward()  # type: ignore[no-untyped-call]
     gradient = model.pos_embed.grad
-    assert gradient is not None
     hidden = 1 + batch.masked[0]
     assert gradient[hidden].abs().sum().gt(0) == (tokens == "all")
     for place in (0, 1 + int(batch.visible[0, 2]), int(hidden[3])):

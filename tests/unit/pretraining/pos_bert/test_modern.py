@@ -119,7 +119,6 @@ def test_losses_and_gradients_equal_transformers(
     state = {name: parameter.grad for name, parameter in theirs.named_parameters()}
     for name, parameter in ours.named_parameters():
         gradient, other = parameter.grad, state[name]
-        assert gradient is not None and other is not None, name
         if name in ours.padded_parameters:
             gradient = gradient[:VOCABULARY]
         assert float((gradient - other).norm()) <= 10 * close * float(other.norm()), name
