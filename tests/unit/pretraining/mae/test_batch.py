@@ -242,10 +242,10 @@ def test_checksums_are_checked_when_asked(tmp_path: Path) -> None:
 STATES = mix(np.arange(12_000, dtype=np.uint64))
 
 
-def shown(visible: Integers, patches: int) -> np.ndarray:
+def shown(numbers: Integers, patches: int) -> np.ndarray:
     """[R, k, V] patch numbers as [R, k, N] flags."""
-    flags = np.zeros((*visible.shape[:2], patches), dtype=bool)
-    np.put_along_axis(flags, visible, True, axis=2)
+    flags = np.zeros((*numbers.shape[:2], patches), dtype=bool)
+    np.put_along_axis(flags, numbers, True, axis=2)
     return flags
 
 
@@ -353,9 +353,7 @@ def test_red_masks_are_clustered_and_blue_ones_spread() -> None:
 
     def alike(noise: str) -> float:
         _, masked = draw_masks(crop_words(WORDS, 1), PatchSplit(patches=196, visible=49), ColorSettings(noise=noise))
-        flags = np.zeros((len(WORDS), 196), dtype=bool)
-        np.put_along_axis(flags, masked[:, 0], True, axis=1)
-        grid = flags.reshape(-1, 14, 14)
+        grid = shown(masked, 196).reshape(-1, 14, 14)
         return float((grid[:, 1:] == grid[:, :-1]).mean())
 
     assert alike("red") > 0.75 > 0.6 > alike("blue")

@@ -16,7 +16,7 @@ from tests.unit.data.loaded import table_of
 from tests.unit.methods.balancing.toy import balancer, take_step
 from tests.unit.models.masked_rows import VOCABULARY, changed, masked_rows, slots, small_model
 from trp_scale.config.run_flags import parse
-from trp_scale.core.batch import Batch, TaskLosses
+from trp_scale.core.batch import Batch
 from trp_scale.data.plan import held_out
 from trp_scale.data.tar_reader import ArrayReader
 from trp_scale.data.text.dataset import GROUPS, OTHER
@@ -113,10 +113,6 @@ def by_hand(
     return sums, counts
 
 
-def losses_of(objective: PosMaskedLanguageModelling, model: BertForMaskedPositions, batch: Batch) -> TaskLosses:
-    return objective(model, batch)
-
-
 def with_absent_row(batch: Batch, row: int) -> Batch:
     """Return the batch with an unreadable row, which has no elements."""
     label_weights, row_weights = batch["label_weights"].clone(), batch["row_weights"].clone()
@@ -132,7 +128,7 @@ def test_sums_and_counts_are_those_of_single_positions(other: str, next_sentence
     without = (ADVERB, OTHER) if other == "unmasked" else (ADVERB,)
     batch = with_absent_row(masked_rows(12, without=without), 7)
     objective = objective_of(other=other, next_sentence=next_sentence)
-    losses = losses_of(objective, model, batch)
+    losses = objective(model, batch)
     sums, counts = by_hand(model, batch, next_sentence)
     assert objective.tasks == TASKS
     assert losses.counts.dtype == losses.sums.dtype == torch.float64
@@ -160,16 +156,16 @@ def test_hits_are_counted_in_evaluation(next_sentence: str) -> None:
     for r, m in slots(batch):
         expected[int(batch["label_groups"][r, m])] += int(even[r])
     expected[NEXT_SENTENCE] = 0 if next_sentence == "off" else 6
-    hits = losses_of(objective, model, batch).hits
+    hits = objective(model, batch).hits
     assert (
         hits is not None and hits.tolist() == expected and 0 < sum(expected[:NEXT_SENTENCE]) < len(list(slots(batch)))
     )
-    assert losses_of(objective, model.train(), batch).hits is None
+    assert objective(model.train(), batch).hits is None
 
 
 def test_a_group_that_is_absent_has_no_count_no_sum_and_gives_no_gradient() -> None:
     model, objective = small_model(), objective_of()
-    losses = losses_of(objective, model, masked_rows(6, without=(ADVERB,)))
+    losses = objective(model, masked_rows(6, without=(ADVERB,)))
     assert losses.counts[ADVERB] == 0 and losses.sums[ADVERB] == 0
     losses.sums[ADVERB].backward()  # type: ignore[no-untyped-call]
     assert all(p.grad is None or not p.grad.any() for p in model.parameters())
@@ -191,7 +187,7 @@ def test_a_micro_batch_without_any_element_has_finite_gradients_of_zero() -> Non
 @pytest.mark.parametrize("other", OTHERS)
 def test_every_parameter_takes_part_in_every_micro_batch(other: str, next_sentence: str) -> None:
     model, objective = small_model(), objective_of(other=other, next_sentence=next_sentence)
-    losses_of(objective, model, masked_rows(2)).sums.sum().backward()  # type: ignore[no-untyped-call]
+    objective(model, masked_rows(2)).sums.sum().backward()  # type: ignore[no-untyped-call]
     assert [name for name, parameter in model.named_parameters() if parameter.grad is None] == []
 
 
