@@ -132,6 +132,17 @@ def escape_name(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
+def can_be_written(text: str) -> bool:
+    """Return whether text has no unpaired surrogates."""
+    if text.isascii():
+        return True
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def error_text(error: BaseException) -> str:
     """Return the first line of another library's message, shortened, or the error's type."""
     lines = str(error).strip()[: 4 * LONGEST_QUOTE].splitlines()

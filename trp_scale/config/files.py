@@ -20,7 +20,7 @@ from typing import IO, Any
 
 import yaml
 
-from trp_scale.errors import RefusedError, error_text, quote
+from trp_scale.errors import RefusedError, can_be_written, error_text, quote
 
 LARGEST = 64 << 20
 """Maximum bytes of a document."""
@@ -171,17 +171,6 @@ def check_document(document: Any, source: str, raised: type[RefusedError]) -> An
                 raise raised(f"{source}: a number of {len(str(abs(value)))} digits, 40 are allowed")
         level = inner
     raise raised(f"{source}: {_TOO_DEEP}")
-
-
-def can_be_written(text: str) -> bool:
-    """Return whether text has no unpaired surrogates."""
-    if text.isascii():
-        return True
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def json_lines(path: Path) -> Iterator[tuple[int, bytes]]:

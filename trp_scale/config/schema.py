@@ -23,8 +23,7 @@ from pathlib import Path, PurePosixPath
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, NamedTuple, TypeGuard, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from trp_scale.config.files import can_be_written
-from trp_scale.errors import MOST_PROBLEMS, RefusedError, escape_name, nearest, quote, shorten
+from trp_scale.errors import MOST_PROBLEMS, RefusedError, can_be_written, escape_name, nearest, quote, shorten
 
 LARGEST = (1 << 63) - 1
 """Maximum integer: arrays and files store signed 64 bits."""

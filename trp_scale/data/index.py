@@ -13,9 +13,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from trp_scale.config.files import LARGEST_INDEX, can_be_written, parse_json, read_content, read_object
+from trp_scale.config.files import LARGEST_INDEX, parse_json, read_content, read_object
 from trp_scale.config.schema import Fields, Whole, record
-from trp_scale.errors import DataError, RefusedError, quote, shorten
+from trp_scale.errors import DataError, RefusedError, can_be_written, quote, shorten
 from trp_scale.storage import files
 
 BINARY_INDEX = "index.bin"

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing.util
 import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NoReturn
+from typing import Any, Literal, NoReturn
 
 from trp_scale.config import RefusedError
 
@@ -235,8 +234,9 @@ def list_ranks(ranks: Sequence[int]) -> str:
 def exit_process(status: int) -> NoReturn:
     """End this process without the interpreter's shutdown. During shutdown a thread of gloo that frees a tensor can end
     a successful run with SIGABRT (seen with FSDP2 on two ranks of a loaded machine)."""
-    for finalizer in list(multiprocessing.util._finalizer_registry.values()):  # type: ignore[attr-defined]
-        if finalizer._callback is multiprocessing.util._remove_temp_dir:  # type: ignore[attr-defined]
+    util: Any = sys.modules.get("multiprocessing.util")
+    for finalizer in list(util._finalizer_registry.values()) if util else ():
+        if finalizer._callback is util._remove_temp_dir:
             finalizer()  # removes the directory of the sockets, in the process that created it
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):  # the reader of the pipe has ended

@@ -21,10 +21,10 @@ import numpy as np
 import numpy.typing as npt
 
 from trp_scale.config import RefusedError
-from trp_scale.config.files import LARGEST_INDEX, can_be_written, parse_json, read_content, read_lines
+from trp_scale.config.files import LARGEST_INDEX, parse_json, read_content, read_lines
 from trp_scale.config.schema import LARGEST, is_finite, is_plain_name, is_within
 from trp_scale.data.hashing import Integers, Words, name_hash
-from trp_scale.errors import LONGEST_QUOTE, DataError, error_text, quote, shorten
+from trp_scale.errors import LONGEST_QUOTE, DataError, can_be_written, error_text, quote, shorten
 
 Floats = npt.NDArray[np.float64]
 Bits = npt.NDArray[np.uint8]
