@@ -114,7 +114,7 @@ def read(
         kind = kind.with_modality_sections()
     settings = {"use_underscores": True, "console_outputs": is_rank_zero_env(), **settings}
     if asks_for_help(argv):
-        _unwrap_docstrings(kind, settings.get("default"), of_sections=HELP_ALL in argv or not first)
+        _unwrap_docstrings(kind, settings.get("default"), of_sections=HELP_ALL in argv)
     if HELP_ALL in argv:
         argv = ["--help"]
     elif any(word in HELP for word in argv):
@@ -164,7 +164,7 @@ def _unwrap_docstrings(kind: type[Any], default: object, *, of_sections: bool) -
 
     Args:
         default: an instance whose sections may have other types than the annotations; `None` if none exists.
-        of_sections: also of fields of sections, which takes 0.2 s for a run.
+        of_sections: also of sections that the first screen hides; takes 0.2 s for a run.
     """
     from docstring_parser import parse_from_object
 
@@ -177,12 +177,14 @@ def _unwrap_docstrings(kind: type[Any], default: object, *, of_sections: bool) -
     for field in dataclasses.fields(kind):
         if text := descriptions.get(field.name):
             field.metadata = MappingProxyType({**field.metadata, "help": text})
-    for name, type_ in get_type_hints(kind, include_extras=True).items() if of_sections else ():
-        current = getattr(default, name, None)
+    for name, type_ in get_type_hints(kind, include_extras=True).items():
+        current, section = getattr(default, name, None), _section(type_)
+        if section and not of_sections:
+            continue
         if dataclasses.is_dataclass(current):
-            _unwrap_docstrings(type(current), current, of_sections=True)
-        elif section := _section(type_):
-            _unwrap_docstrings(section, None, of_sections=True)
+            _unwrap_docstrings(type(current), current, of_sections=of_sections)
+        elif section:
+            _unwrap_docstrings(section, None, of_sections=of_sections)
 
 
 def _components(config: Any) -> Iterator[str]:
