@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,38 +17,26 @@ ROOT = Path(__file__).resolve().parent.parent
 Refused = Callable[..., str]
 """Fixture of a command that is refused, see tests/conftest.py."""
 
-SMALL = {
+SIZES = {
     "model.layers": 2,
     "model.hidden_size": 32,
     "model.heads": 2,
     "model.intermediate_size": 64,
-    "model.max_positions": 64,
     "batch.global_size": 8,
-    "batch.micro_size": 2,
     "training.steps": 8,
     "optimizer.warmup_steps": 2,
     "data.workers": 0,
-    "data.validation_fraction": 0.1,
     "logging.every": 1,
 }
-
-
+SMALL = {**SIZES, "model.max_positions": 64, "batch.micro_size": 2, "data.validation_fraction": 0.1}
 SMALL_IMAGES = {
-    "model.layers": 2,
-    "model.hidden_size": 32,
-    "model.heads": 2,
-    "model.intermediate_size": 64,
+    **SIZES,
     "vision.decoder_layers": 1,
     "vision.decoder_hidden_size": 32,
     "vision.decoder_heads": 2,
     "crops.size": 32,
-    "batch.global_size": 8,
     "batch.micro_size": 4,
-    "training.steps": 8,
-    "optimizer.warmup_steps": 2,
-    "data.workers": 0,
     "validation.every": 0,
-    "logging.every": 1,
 }
 
 
@@ -62,16 +51,19 @@ def to_flags(values: Mapping[str, Any], **changes: Any) -> list[str]:
     return [word for name, value in changed.items() for word in (f"--{name}", str(value))]
 
 
-def image_flags(recipe: str, dataset: Path, run_dir: Path, **changes: Any) -> list[str]:
-    """Command line of a small run on images, 4 x 4 patches of 8 px; `changes` as for `flags`."""
-    values = {**SMALL_IMAGES, "data.path": dataset, "run_dir": run_dir}
+def recipe_flags(recipe: str, values: Mapping[str, Any], **changes: Any) -> list[str]:
+    """Command line of a recipe; `changes` such as model__dropout=0.0."""
     return ["--recipe", recipe, *to_flags(values, **changes)]
 
 
+def image_flags(recipe: str, dataset: Path, run_dir: Path, **changes: Any) -> list[str]:
+    """Command line of a small run on images, 4 x 4 patches of 8 px."""
+    return recipe_flags(recipe, {**SMALL_IMAGES, "data.path": dataset, "run_dir": run_dir}, **changes)
+
+
 def flags(dataset: Path, run_dir: Path, **changes: Any) -> list[str]:
-    """Command line of a small run. `changes` are flags with "__" for the dot, such as model__dropout=0.0."""
-    values = {**SMALL, "data.path": dataset, "run_dir": run_dir}
-    return ["--recipe", "pos_bert_tiny", *to_flags(values, **changes)]
+    """Command line of a small run on text."""
+    return recipe_flags("pos_bert_tiny", {**SMALL, "data.path": dataset, "run_dir": run_dir}, **changes)
 
 
 def pretrain_here(arguments: list[str]) -> int:
@@ -112,12 +104,20 @@ def run_command(command: str, *arguments: str) -> subprocess.CompletedProcess[st
     )
 
 
+def wait_until(is_true: Callable[[], object], what: str, seconds: float = 300.0, pause: float = 0.1) -> None:
+    """Wait for what other processes or threads do."""
+    deadline = time.monotonic() + seconds
+    while not is_true():
+        assert time.monotonic() < deadline, f"not after {seconds:g} s: {what}"
+        time.sleep(pause)
+
+
 def lines(run_dir: Path) -> list[dict[str, Any]]:
     """metrics.jsonl."""
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
 def essence(line: dict[str, Any]) -> dict[str, Any]:
-    """What a line says of the training itself, times left out."""
+    """Return what a line says of the training itself, without times."""
     names = ("step", "loss", "lr", "grad_norm", "tasks", "balancer", "adversary")
     return {name: line[name] for name in names if name in line}

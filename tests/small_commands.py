@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import io
 import traceback
-from collections.abc import Mapping
 from itertools import islice
 from pathlib import Path
 
@@ -17,7 +16,7 @@ import torch
 from PIL import Image
 
 from tests.commands import PRETRAIN, ROOT
-from tests.runs import SMALL
+from tests.runs import SMALL, to_flags
 from tests.unit.finetuning.glue.small_data import write_glue
 from tests.unit.sharding.pseudo_labels.tiny_models import dpt_depth, mask2former
 from trp_scale.cli import main as cli
@@ -33,10 +32,6 @@ LONGER = 2
 """Steps that a command with --resume adds."""
 
 
-def as_flags(values: Mapping[str, object]) -> list[str]:
-    return [word for name, value in values.items() for word in (f"--{name}", str(value))]
-
-
 def small_training(words: list[str], steps: int) -> list[str]:
     """Flags that shrink a recipe, those of its own settings. What a resume may not change is the same in all
     commands. Weights of another library bring their own sizes."""
@@ -50,7 +45,7 @@ def small_training(words: list[str], steps: int) -> list[str]:
     small = {name: value for name, value in {**SMALL, **SMALL_DECODER, **own}.items() if name in known}
     if "--model.weights" in words:
         small = {name: value for name, value in small.items() if not name.startswith("model.")}
-    return as_flags(small)
+    return to_flags(small)
 
 
 def small_tuning(words: list[str]) -> list[str]:
@@ -62,25 +57,25 @@ def small_tuning(words: list[str]) -> list[str]:
         small["seeds"] = 2
     if "--task" in words:
         small |= {"task": "cola", "downstream.max_length": 32}
-    return as_flags(small)
+    return to_flags(small)
 
 
 def made_small(words: list[str]) -> list[str]:
     """A command of trp-scale, or of a launcher, that makes less and takes less time."""
     if "shard-text" in words:
-        return [*words, *as_flags(SMALL_TEXT)]
+        return [*words, *to_flags(SMALL_TEXT)]
     if "shard-images" in words:
-        return [*words, *as_flags(SMALL_SCENES if "--embedded" in words else SMALL_IMAGES)]
+        return [*words, *to_flags(SMALL_SCENES if "--embedded" in words else SMALL_IMAGES)]
     if "probe" in words:
-        return [*words, *as_flags({"workers": 0})]
+        return [*words, *to_flags({"workers": 0})]
     if "pseudo-label" in words:
-        return [*words, *as_flags({"processes": 1, "batch": 4})]
+        return [*words, *to_flags({"processes": 1, "batch": 4})]
     if "pretrain" in words or PRETRAIN in words:
         return [*words, *small_training(words, STEPS + LONGER if "--resume" in words else STEPS)]
     if "finetune" in words or "launch/finetune.py" in words:
         return [*words, *small_tuning(words)]
     if "plan" in words:
-        return [*words, *as_flags({"model.layers": 2})]
+        return [*words, *to_flags({"model.layers": 2})]
     return words
 
 

@@ -11,8 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.cluster.waiting import wait_until
-from tests.runs import ROOT, environment
+from tests.runs import ROOT, environment, wait_until
 
 PROGRAMS = ("ip", "unshare", "sshd", "ssh", "ssh-keygen", "pdsh")
 SSHD = """

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from tests.cluster.hosts import Host, lacking, two_hosts
-from tests.cluster.waiting import wait_until
-from tests.runs import ROOT, essence, flags, lines
+from tests.runs import ROOT, essence, flags, lines, wait_until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.skipif(bool(lacking()), reason=lacking())]
 

@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 
 from tests.cluster.slurm import Slurm, cluster, lacking
-from tests.cluster.waiting import wait_until
-from tests.runs import ROOT, SMALL, environment, essence, flags, lines
+from tests.runs import ROOT, SMALL, environment, essence, flags, lines, wait_until
 from tests.unit.finetuning.glue.small_data import finetune_here, glue_flags, write_cola, write_stsb
 from tests.unit.sharding.test_parts import content
 from trp_scale.config.files import read_object, write_yaml

@@ -21,7 +21,7 @@ from tests.distributed.launched import descendants, finetune_until_killed, wait_
 from tests.fixtures import small_image_dataset
 from tests.grids import always
 from tests.ranks import Ranks
-from tests.runs import essence, lines, start
+from tests.runs import SIZES, essence, lines, recipe_flags, start
 from tests.unit.finetuning.detection.small_sets import small_scenes
 from tests.unit.finetuning.glue.small_data import glue_flags, write_cola, write_stsb
 from tests.unit.finetuning.test_finetune import tuning_flags
@@ -46,12 +46,8 @@ STRONG: dict[str, Any] = {
     "logging__every": 1,
 }
 SMALL: dict[str, Any] = {
+    **{name: value for name, value in SIZES.items() if name.startswith(("model.", "data."))},
     "from": "scratch",
-    "model.layers": 2,
-    "model.hidden_size": 32,
-    "model.heads": 2,
-    "model.intermediate_size": 64,
-    "data.workers": 0,
     "downstream.epochs": 0,
     "downstream.warmup_share": 0,
 }
@@ -106,13 +102,7 @@ def image_flags(dataset: Path, run_dir: Path, **changes: Any) -> list[str]:
 
 
 def small_flags(small: dict[str, Any], recipe: str, dataset: Path, run_dir: Path, **changes: Any) -> list[str]:
-    values = {**small, "data.path": dataset, "run_dir": run_dir}
-    values |= {name.replace("__", "."): value for name, value in changes.items()}
-    return [
-        "--recipe",
-        f"{recipe}_tiny",
-        *(word for name, value in values.items() for word in (f"--{name}", str(value))),
-    ]
+    return recipe_flags(f"{recipe}_tiny", {**small, "data.path": dataset, "run_dir": run_dir}, **changes)
 
 
 detection_flags = partial(small_flags, DETECTION, "detection")

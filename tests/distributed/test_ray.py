@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.fixtures import small_text_dataset
+from tests.runs import wait_until
 from tests.unit.sharding.pseudo_labels.conftest import Models, files, label, nine_images
 from tests.unit.sharding.pseudo_labels.tiny_models import depth_anything, mask2former
 from tests.unit.sharding.test_parts import content, text_part
@@ -74,10 +74,7 @@ def test_text_is_the_same_data_set_when_a_node_is_killed(cluster: Any, tmp_path:
     made, output = small_text_dataset(tmp_path / "data"), tmp_path / "over_ray"
     running = threading.Thread(target=lambda: text_part(made, output, 0, 1, executor="ray", processes=0))
     running.start()
-    deadline = time.monotonic() + 300
-    while not list(output.glob("shards/*.index.json")):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: list(output.glob("shards/*.index.json")), "a shard", pause=0.01)
     assert running.is_alive()
     cluster.remove_node(next(iter(cluster.worker_nodes)), allow_graceful=False)
     running.join(timeout=300)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.documents.pages import blocks, read
-from tests.runs import flags, image_flags, lines, pretrain_here
+from tests.runs import flags, image_flags, lines, pretrain_here, recipe_flags
 from trp_scale.cli import main as cli
 from trp_scale.config.registry import names as registered_names
 from trp_scale.evaluation.probe.online import OnlineProbes
@@ -88,8 +88,7 @@ def tuned_run(dataset: Path, encoder: Path, directory: Path) -> Path:
     """A run of fine-tuning, of which there is a directory for each task and seed."""
     small = {"downstream.epochs": 0, "training.steps": 2, "batch.global_size": 8, "batch.micro_size": 4}
     small |= {"data.workers": 0, "logging.every": 1, "data.path": dataset, "crops.size": 32, "run_dir": directory}
-    given = [word for name, value in small.items() for word in (f"--{name}", str(value))]
-    assert cli.main(["finetune", "--recipe", "classification_tiny", "--from", str(encoder), *given]) == 0
+    assert cli.main(["finetune", "--from", str(encoder), *recipe_flags("classification_tiny", small)]) == 0
     return directory
 
 

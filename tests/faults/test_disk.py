@@ -9,7 +9,6 @@ import os
 import shutil
 import subprocess
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from unittest import mock
 import pytest
 
 from tests.distributed.test_resume import run_and_listen, same_run
-from tests.runs import flags, lines, pretrain_here
+from tests.runs import flags, lines, pretrain_here, wait_until
 from trp_scale.checkpoint import writer
 from trp_scale.checkpoint.document import ChecksumWriter
 from trp_scale.checkpoint.run_directory import METRICS_FILE, checkpoints, incompleteness
@@ -64,10 +63,11 @@ def at_steps(actions: dict[int, Callable[[], object]]) -> Any:
 
 def wait_for_checkpoints() -> None:
     """Wait for the threads that write checkpoints behind the steps."""
-    until = time.monotonic() + 120
-    while any(thread.name.startswith("trp_scale checkpoint") for thread in threading.enumerate()):
-        assert time.monotonic() < until
-        time.sleep(0.01)
+
+    def have_ended() -> bool:
+        return not any(thread.name.startswith("trp_scale checkpoint") for thread in threading.enumerate())
+
+    wait_until(have_ended, "threads that write", seconds=120, pause=0.01)
 
 
 def written_first(run_dir: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
-import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,23 +12,17 @@ import pytest
 from tests.distributed.launched import launch, rank_of_two, wait_for_steps
 from tests.faults.forked_ranks import Signal, run_ranks
 from tests.grids import always
-from tests.runs import flags, lines
+from tests.runs import flags, lines, wait_until
 from trp_scale.checkpoint.run_directory import checkpoints, incompleteness
 
 LONG = {"training__steps": 100_000, "checkpoint__every": 5, "reliability__hang_minutes": 0.1}
 
 
-def gone(process: int, seconds: float = 300.0) -> bool:
-    """Whether a process ends within so many seconds."""
-    until = time.monotonic() + seconds
-    while time.monotonic() < until:
-        try:
-            if Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
-                return True
-        except OSError:
-            return True
-        time.sleep(0.05)
-    return False
+def has_ended(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
 
 
 def test_a_stopped_rank_is_named_and_the_others_end(text_dataset: Path, tmp_path: Path) -> None:
@@ -55,7 +49,8 @@ def test_ranks_whose_launcher_is_gone_write_a_checkpoint_and_end(
     wait_for_steps(process, tmp_path, 3)
     ranks = [rank_of_two(process, rank) for rank in (0, 1)]
     process.send_signal(number)
-    assert all(gone(rank) for rank in ranks), "they train on"
+    for rank in ranks:
+        wait_until(partial(has_ended, rank), "they train on", pause=0.05)
     process.communicate(timeout=300)
     last = lines(tmp_path)[-1]["step"]
     step, path = checkpoints(tmp_path)[-1]
