@@ -43,15 +43,11 @@ LAYOUTS = {
 
 SHARED_MOMENTS = {"megatron": Layout(engine="megatron")}
 """The engine on megatron-core with one rank to a matrix, which shares the moments of its rows."""
-AND_SHARED_MOMENTS = pytest.param(
-    "megatron",
-    marks=[
-        pytest.mark.exhaustive,
-        pytest.mark.skipif(
-            find_spec("megatron") is None, reason="megatron-core is not installed: the extra [megatron]"
-        ),
-    ],
+needs_megatron = pytest.mark.skipif(
+    find_spec("megatron") is None, reason="megatron-core is not installed: the extra [megatron]"
 )
+"""For tests whose ranks import it; the tests' own process does not, which takes seconds."""
+AND_SHARED_MOMENTS = pytest.param("megatron", marks=[pytest.mark.exhaustive, needs_megatron])
 
 
 ENGINE_FLAGS: dict[str, dict[str, str]] = {

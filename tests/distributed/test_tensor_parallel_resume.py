@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from tests.distributed.engine_layouts import needs_megatron
 from tests.distributed.launched import launch, rank_of_two, wait_for_steps
 from tests.distributed.test_learned_masks_resume import CYCLE, EXACT_ENOUGH, stored
 from tests.grids import always
@@ -24,7 +25,7 @@ from trp_scale.checkpoint.export import export
 from trp_scale.checkpoint.format import read_full_state
 from trp_scale.checkpoint.run_directory import checkpoint_path
 
-pytest.importorskip("megatron.core", reason="megatron-core is not installed: the extra [megatron]")
+pytestmark = needs_megatron
 
 Changes = dict[str, Any]
 

@@ -8,11 +8,12 @@ import pytest
 
 from benchmarks.plan_checks import predicted
 from benchmarks.wire import Options, counted_of
+from tests.distributed.engine_layouts import needs_megatron
 from tests.grids import always
 from tests.ranks import Ranks
 from trp_scale.distributed.environment import Environment
 
-pytest.importorskip("megatron.core", reason="megatron-core is not installed: the extra [megatron]")
+pytestmark = needs_megatron
 
 SMALL = Options(layers=2, hidden_size=128, rows=4)
 IMAGES = Options(layers=2, hidden_size=128, rows=4, model="mae")

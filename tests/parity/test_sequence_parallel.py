@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import tests.synthetic as synthetic
+from tests.distributed.engine_layouts import needs_megatron
 from tests.distributed.test_precision import LOSSES, TRAVELLED, apart
 from tests.grids import always
 from tests.parity.compare import kept_bytes, steps_too_far, too_far
@@ -22,7 +23,7 @@ from trp_scale.core.batch import Batch
 from trp_scale.core.engine import EngineError
 from trp_scale.pretraining.pos_bert.model import Layer
 
-pytest.importorskip("megatron.core", reason="megatron-core is not installed: the extra [megatron]")
+pytestmark = needs_megatron
 
 CUT: dict[str, Any] = {"tensor_parallel": 2}
 SPLIT = {**CUT, "sequence_parallel": True}

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.distributed.engine_layouts import needs_megatron
 from tests.distributed.test_precision import LOSSES, TRAVELLED, apart
 from tests.grids import always
 from tests.parity.compare import kept_bytes, steps_too_far
@@ -29,7 +30,7 @@ from tests.synthetic_masks import run_masks
 from tests.synthetic_modalities import run_modalities
 from trp_scale.pretraining.mae.upstream import MaskedPatchReconstruction
 
-pytest.importorskip("megatron.core", reason="megatron-core is not installed: the extra [megatron]")
+pytestmark = needs_megatron
 
 
 @pytest.mark.parametrize("name", always(IMAGES, "relative_coordinate"))

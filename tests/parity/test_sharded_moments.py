@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tests.distributed.engine_layouts import needs_megatron
 from tests.distributed.test_checkpoint_engines import walk
 from tests.distributed.test_precision import LOSSES, TRAVELLED, apart
 from tests.grids import always
@@ -30,7 +31,7 @@ from trp_scale.distributed.groups import Group
 from trp_scale.methods.settings import WeightAverageSettings
 from trp_scale.methods.weight_average import WeightAverage
 
-pytest.importorskip("megatron.core", reason="megatron-core is not installed: the extra [megatron]")
+pytestmark = needs_megatron
 
 
 def sharded(tensor_parallel: int, *, shard_moments: bool = True, **layout: Any) -> Layout:

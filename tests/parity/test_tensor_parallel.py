@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tests.distributed.engine_layouts import needs_megatron
 from tests.distributed.test_precision import LOSSES, TRAVELLED, apart
 from tests.grids import always
 from tests.parity.compare import steps_too_far, too_far
@@ -37,9 +38,7 @@ from trp_scale.core.run import per_member_rng
 from trp_scale.models.tensor_plan import Cut
 from trp_scale.pretraining.pos_bert.model import Layer
 
-pytest.importorskip("megatron.core", reason="megatron-core is not installed: the extra [megatron]")
-
-from trp_scale.engines.megatron import megatron_groups
+pytestmark = needs_megatron
 
 
 def megatron(tensor_parallel: int, **layout: Any) -> Layout:
@@ -236,6 +235,8 @@ def test_a_rank_holds_half_of_what_is_cut_and_copies_stay_alike(two_ranks: Ranks
 
 def threads_after_groups_of_other_sizes() -> int:
     """How many threads more there are when groups of two sizes have been made again, as often as they were before."""
+
+    from trp_scale.engines.megatron import megatron_groups
 
     def both() -> int:
         for size in (1, 2):
