@@ -6,12 +6,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from trp_scale.checkpoint.format import read_full_state
 from trp_scale.checkpoint.keeper import Keeper
 from trp_scale.checkpoint.manager import Content
 from trp_scale.checkpoint.run_directory import checkpoint_path
 from trp_scale.checkpoint.writer import CheckpointWriter
 from trp_scale.config import CheckpointConfig
 from trp_scale.core.engine import Stores
+from trp_scale.core.pieces import STATE_NAMES
 from trp_scale.distributed.groups import Group, RankError
 
 
@@ -49,3 +54,18 @@ def save_checkpoint(
     if writer.problem:
         raise RankError(writer.problem)
     return checkpoint_path(run_dir, step)
+
+
+def stored_state(checkpoint: Path, engine: str = "") -> dict[str, Tensor]:
+    """Return weights and moments of a checkpoint, by "exp_avg/ENGINE/NAME"."""
+    return {
+        f"{state}/{engine}/{name}": tensor
+        for state in ("weight", *STATE_NAMES)
+        for name, tensor in read_full_state(checkpoint, state, engine).items()
+    }
+
+
+def unequal(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> list[str]:
+    """Return names of tensors, of which both have the same, that are not equal bit for bit."""
+    assert ours.keys() == theirs.keys() != set()
+    return [name for name, tensor in theirs.items() if not torch.equal(ours[name], tensor)]

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import torch
@@ -20,6 +20,9 @@ import torch.multiprocessing as multiprocessing
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from tests.shortcuts import take_shortcuts
+
+if TYPE_CHECKING:
+    from tests.synthetic import Layout
 
 TIMEOUT_SECONDS = 600.0
 MOST_THREADS = 128
@@ -141,6 +144,12 @@ class Ranks:
             self.close()
             raise RankError(failed)
         return answers
+
+    def run_layout(self, function: Callable[..., Any], layout: Layout, *arguments: Any, **named: Any) -> list[Any]:
+        """Return what `function(layout, ...)` returns on each rank; a plain layout is run by this process alone."""
+        if layout.engine == "plain":
+            return [function(layout, *arguments, **named)]
+        return self(function, layout, *arguments, **named)
 
     def threads(self) -> int:
         """Of the first rank's process; 0 where none runs."""

@@ -25,6 +25,7 @@ from trp_scale.core.hooks import Hook, StepContext, build_hooks
 from trp_scale.core.run import RunContext
 from trp_scale.data.text.dataset import GROUPS
 from trp_scale.distributed.groups import Group
+from trp_scale.errors import RefusedError
 from trp_scale.models.initialise import build_with_initialisers
 from trp_scale.pretraining.pos_bert.batch import kept_positions
 from trp_scale.pretraining.pos_bert.settings import PosBertConfig, PosBertModelConfig, PosBertObjectiveConfig
@@ -62,6 +63,11 @@ def row(position: int, absent: tuple[int, ...]) -> dict[str, Tensor]:
     }
 
 
+def stack_rows(rows: list[dict[str, Tensor]], positions: range) -> Batch:
+    fields = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+    return Batch(fields=fields, keys=torch.tensor(list(positions)), start=positions[0])
+
+
 SOURCES = ("books", "news", "notes")
 
 
@@ -89,31 +95,40 @@ def pack(rows: Batch) -> Batch:
 
 def batch(positions: range, absent: tuple[int, ...] = ()) -> Batch:
     """Rows at `positions` as one micro-batch."""
-    rows = [row(position, absent) for position in positions]
-    fields = {name: torch.stack([each[name] for each in rows]) for name in rows[0]}
-    fields["kept"] = torch.from_numpy(kept_positions(fields["attention_mask"].numpy()))
-    return Batch(fields=fields, keys=torch.tensor(list(positions)), start=positions[0])
+    rows = stack_rows([row(position, absent) for position in positions], positions)
+    rows.fields["kept"] = torch.from_numpy(kept_positions(rows["attention_mask"].numpy()))
+    return rows
 
 
 @dataclass
-class SyntheticSource:
-    """Serves the slices a real source would; `absent(step)` says which groups a whole global batch lacks."""
+class SyntheticWindows:
+    """Serves the slices of global batches that a real source would."""
 
     config: Config
     group: Group
-    absent: Callable[[int], tuple[int, ...]] = lambda step: ()
     cursor: int = 0
-    packed: bool = False
+
+    def micro_batch(self, positions: range, step: int) -> Batch:
+        raise NotImplementedError
 
     def next_window(self) -> list[Batch]:
         size, micro = self.config.batch.global_size, self.config.batch.micro_size
-        step = self.cursor // size
-        first = self.cursor + self.group.rank * size // self.group.size
-        last = first + size // self.group.size
+        step, first = self.cursor // size, self.cursor + self.group.rank * size // self.group.size
         self.cursor += size
-        micros = [batch(range(start, start + micro), self.absent(step)) for start in range(first, last, micro)]
-        micros = [pack(rows) for rows in micros] if self.packed else micros
-        return [add_sources(rows, self.config) for rows in micros]
+        starts = range(first, first + size // self.group.size, micro)
+        return [add_sources(self.micro_batch(range(start, start + micro), step), self.config) for start in starts]
+
+
+@dataclass
+class SyntheticSource(SyntheticWindows):
+    """Attributes: absent: of a step, the groups that its whole global batch lacks."""
+
+    absent: Callable[[int], tuple[int, ...]] = lambda step: ()
+    packed: bool = False
+
+    def micro_batch(self, positions: range, step: int) -> Batch:
+        rows = batch(positions, self.absent(step))
+        return pack(rows) if self.packed else rows
 
 
 class SilentObserver:
@@ -195,6 +210,21 @@ def make_engine(layout: Layout, config: Config, group: Group) -> tuple[Engine, P
     return engine_of(layout, module, config, group), make_objective(config, GROUPS)
 
 
+def small_engine(layout: Layout, **changes: Any) -> Engine:
+    """The engine of a layout with the small model in it."""
+    return make_engine(layout, small_config(layout, **changes), data_group())[0]
+
+
+def refusal(layout: Layout, make: Callable[..., object] = small_engine, *arguments: Any, **named: Any) -> str:
+    """Return the message with which `make` refuses a layout, empty if it does not. For shared ranks: those that raise
+    are started again."""
+    try:
+        make(layout, *arguments, **named)
+    except RefusedError as error:
+        return str(error)
+    return ""
+
+
 @dataclass(kw_only=True)
 class Result:
     """What a run gave. `weights` and `initial` are on rank 0 only; `steps` holds the stats of every step."""
@@ -232,6 +262,10 @@ class RecordingTrainer(Trainer):
         """Train to the end and close the engine; what came of it, with weights by other names."""
         initial = self.engine.full_weights()
         self.run()
+        return self.end(initial, renamed)
+
+    def end(self, initial: dict[str, Tensor], renamed: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> Result:
+        """Close the engine; what came of the steps since its weights were the initial ones."""
         weights = self.engine.full_weights()
         self.engine.close()
         moved = any(not torch.equal(weights[name], initial[name]) for name in weights)

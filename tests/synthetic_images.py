@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.settings import changed
-from tests.synthetic import Layout, RecordingTrainer, Result, add_sources, data_group, engine_of
+from tests.synthetic import Layout, RecordingTrainer, Result, SyntheticWindows, data_group, engine_of, stack_rows
 from trp_scale.config import BatchConfig, Config, ModelConfig, OptimizerConfig, PretrainTrainingConfig
 from trp_scale.config.images import CropsConfig, MaeMaskingConfig, MaeVisionConfig
 from trp_scale.config.registry import make_settings
@@ -48,26 +48,17 @@ def row(position: int) -> dict[str, Tensor]:
 
 def batch(positions: range) -> Batch:
     """Images at `positions` as one micro-batch."""
-    rows = [row(position) for position in positions]
-    fields = {name: torch.stack([each[name] for each in rows]) for name in rows[0]}
-    return Batch(fields=fields, keys=torch.tensor(list(positions)), start=positions[0])
+    return stack_rows([row(position) for position in positions], positions)
 
 
 @dataclass
-class SyntheticImages:
-    """Serves the slices a real source would; `make` gives the micro-batch at its positions."""
+class SyntheticImages(SyntheticWindows):
+    """Attributes: make: gives the micro-batch at its positions."""
 
-    config: Config
-    group: Group
-    cursor: int = 0
     make: Callable[[range], Batch] = batch
 
-    def next_window(self) -> list[Batch]:
-        size, micro = self.config.batch.global_size, self.config.batch.micro_size
-        first = self.cursor + self.group.rank * size // self.group.size
-        self.cursor += size
-        starts = range(first, first + size // self.group.size, micro)
-        return [add_sources(self.make(range(start, start + micro)), self.config) for start in starts]
+    def micro_batch(self, positions: range, step: int) -> Batch:
+        return self.make(positions)
 
 
 class TwoHalves(MaskedPatchReconstruction):
@@ -160,13 +151,6 @@ def run_images(layout: Layout, changes: dict[str, Any], *, halves: bool = False)
         before = None if vector is None else vector.detach().clone()
         trainer.train_step()
         travelled += 0.0 if vector is None else float((vector.detach() - before).norm())
-    weights = trainer.engine.full_weights()
-    trainer.engine.close()
-    return AdversarialResult(
-        weights=by_projection(weights),
-        initial=by_projection(initial),
-        steps=trainer.history,
-        moved=any(not torch.equal(weights[name], initial[name]) for name in weights),
-        vector=None if vector is None else vector.detach().clone(),
-        travelled=travelled,
-    )
+    result = trainer.end(initial, by_projection)
+    at_end = None if vector is None else vector.detach().clone()
+    return AdversarialResult(**vars(result), vector=at_end, travelled=travelled)

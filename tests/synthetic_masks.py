@@ -122,6 +122,7 @@ class MasksRun:
 
     trainer: RecordingTrainer
     hook: LearnedMasks
+    adversary: Hook | None
     engine: Engine
     model: nn.Module
     networks: list[nn.Module]
@@ -168,19 +169,23 @@ def masks_run(
     others = [each for each in (hook, adversary, *last) if each is not None]
     trainer = RecordingTrainer.over(run, source, others)
     trainer.engine.train(True)
-    return MasksRun(trainer=trainer, hook=hook, engine=engine, model=networks[0], networks=networks[1:])
+    return MasksRun(
+        trainer=trainer, hook=hook, adversary=adversary, engine=engine, model=networks[0], networks=networks[1:]
+    )
 
 
 @dataclass(kw_only=True)
 class MasksResult(Result):
     """What a run gave. Attributes: network: weights of the masking network; head: of the head; tuned: of a second
-    encoder, where there is one; lesson: values of the network's last step; all at the end."""
+    encoder, where there is one; lesson: values of the network's last step; vector: the adversary's, if it has one; all
+    at the end."""
 
     network: dict[str, Tensor]
     network_initial: dict[str, Tensor]
     head: dict[str, Any]
     tuned: dict[str, Tensor]
     lesson: dict[str, Tensor]
+    vector: Tensor | None
 
 
 def run_masks(layout: Layout, changes: dict[str, Any], *, halves: bool = False) -> MasksResult:
@@ -190,20 +195,20 @@ def run_masks(layout: Layout, changes: dict[str, Any], *, halves: bool = False) 
     initial, network_initial = run.engine.full_weights(), network.full_weights()
     for _ in range(run.trainer.config.training.steps):
         run.trainer.train_step()
-    weights, own = run.engine.full_weights(), network.full_weights()
+    own = network.full_weights()
+    vector = getattr(run.adversary, "vector", None)
     head = run.hook.outer.state_dict().get("head", {})
     engines = run.hook.engines()
     tuned = engines["fine_tuned"].full_weights() if "fine_tuned" in engines else {}
-    for engine in (run.engine, *engines.values()):
+    result = run.trainer.end(initial, by_projection)
+    for engine in engines.values():
         engine.close()
     return MasksResult(
-        weights=by_projection(weights),
-        initial=by_projection(initial),
-        steps=run.trainer.history,
-        moved=any(not torch.equal(weights[name], initial[name]) for name in weights),
+        **vars(result),
         network=own,
         network_initial=network_initial,
         head=head,
         tuned=by_projection(tuned),
         lesson=run.hook.masker.lesson,
+        vector=None if vector is None else vector.detach().clone(),
     )

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.settings import changed
-from tests.synthetic import Layout, RecordingTrainer, Result, add_sources, data_group, engine_of
+from tests.synthetic import Layout, RecordingTrainer, Result, SyntheticWindows, data_group, engine_of, stack_rows
 from tests.synthetic_images import by_projection
 from trp_scale.config import BatchConfig, Config, ModelConfig, OptimizerConfig, PretrainTrainingConfig
 from trp_scale.config.images import CropConfig, DecodedVisionConfig
@@ -86,29 +86,19 @@ def patch_sums(valid: Tensor, side: int) -> Tensor:
 def batch(positions: range, visible: int = VISIBLE, inputs: int = 3, absent: Absent = (), side: int = SIDE) -> Batch:
     """Images at `positions` as one micro-batch."""
     rows = [row(position, visible, inputs, absent, side) for position in positions]
-    fields = {name: torch.stack([each[name] for each in rows]) for name in rows[0]}
-    return Batch(fields=fields, keys=torch.tensor(list(positions)), start=positions[0])
+    return stack_rows(rows, positions)
 
 
 @dataclass
-class SyntheticModalities:
-    """Serves the slices a real source would; `absent(step)` says which modalities a whole global batch lacks."""
+class SyntheticModalities(SyntheticWindows):
+    """Attributes: absent: of a step, the modalities that its whole global batch lacks."""
 
-    config: Config
-    group: Group
     absent: Callable[[int], Absent] = lambda step: ()
-    cursor: int = 0
 
-    def next_window(self) -> list[Batch]:
-        size, micro = self.config.batch.global_size, self.config.batch.micro_size
-        modalities, absent, side = self.config.modalities, self.absent(self.cursor // size), self.config.crops.size
-        first = self.cursor + self.group.rank * size // self.group.size
-        self.cursor += size
-        micros = [
-            batch(range(start, start + micro), modalities.visible_tokens, len(modalities.inputs), absent, side)
-            for start in range(first, first + size // self.group.size, micro)
-        ]
-        return [add_sources(rows, self.config) for rows in micros]
+    def micro_batch(self, positions: range, step: int) -> Batch:
+        modalities = self.config.modalities
+        inputs, side = len(modalities.inputs), self.config.crops.size
+        return batch(positions, modalities.visible_tokens, inputs, self.absent(step), side)
 
 
 def modality_config(layout: Layout | None = None, **changes: Any) -> Config:

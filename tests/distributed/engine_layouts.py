@@ -58,10 +58,9 @@ ENGINE_FLAGS: dict[str, dict[str, str]] = {
 """Flags of a command that trains on an engine, as `changes` of `tests.runs.flags`."""
 
 
-def on_each_rank(two_ranks: Ranks, name: str, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+def on_each_rank(two_ranks: Ranks, name: str, function: Callable[..., Any], *arguments: Any, **named: Any) -> list[Any]:
     """What `function(layout, *arguments)` gives on two ranks; on one, in this process, for the plain engine."""
-    layout = {**LAYOUTS, **SHARED_MOMENTS}[name]
-    return [function(layout, *arguments)] if name == "plain" else two_ranks(function, layout, *arguments)
+    return two_ranks.run_layout(function, {**LAYOUTS, **SHARED_MOMENTS}[name], *arguments, **named)
 
 
 @functools.cache

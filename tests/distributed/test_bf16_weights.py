@@ -13,11 +13,22 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.checkpoints import unequal
 from tests.distributed.test_precision import apart
 from tests.grids import always
 from tests.ranks import Ranks
 from tests.runs import essence, flags, lines, pretrain_here
-from tests.synthetic import Layout, Result, SyntheticSource, data_group, make_engine, run, small_config
+from tests.synthetic import (
+    Layout,
+    Result,
+    SyntheticSource,
+    data_group,
+    make_engine,
+    refusal,
+    run,
+    small_config,
+    small_engine,
+)
 from tests.synthetic_images import run_images
 from tests.synthetic_modalities import run_modalities
 from trp_scale.config import RefusedError
@@ -31,7 +42,7 @@ LOSSES = 2e-2
 def kinds(stage: int) -> tuple[set[torch.dtype], set[torch.dtype]]:
     """Types of the module's weights and of the pieces that a checkpoint would hold."""
     layout = Layout(engine="deepspeed", stage=stage)
-    engine, _ = make_engine(layout, small_config(layout, **BF16), data_group())
+    engine = small_engine(layout, **BF16)
     weights = {parameter.dtype for parameter in engine.module.parameters()}
     pieces = {tensor.dtype for piece in engine.pieces() for tensor in piece.tensors.values()}
     engine.close()
@@ -52,17 +63,11 @@ def test_losses_follow_plain_and_master_weights_are_fp32(two_ranks: Ranks, stage
         assert mine.grad_norm == pytest.approx(other.grad_norm, rel=0.1)
 
 
-def refusal(stage: int, document: dict[str, Any]) -> str:
-    layout = Layout(engine="deepspeed", stage=stage, document=document)
-    with pytest.raises(RefusedError) as refused:
-        make_engine(layout, small_config(layout, **BF16), data_group())
-    return str(refused.value)
-
-
 def test_an_optimizer_of_deepspeed_that_is_not_known_here_is_refused_by_name(two_ranks: Ranks) -> None:
     """fp32 sums of bf16 gradients on stage 1: DeepSpeed goes over to a class of another layout."""
     named = ("zero_optimization.stage 1", "grad_accum_dtype fp32", "BF16_Optimizer", "torch_autocast")
-    for message in two_ranks(refusal, 1, {"data_types": {"grad_accum_dtype": "fp32"}}):
+    layout = Layout(engine="deepspeed", stage=1, document={"data_types": {"grad_accum_dtype": "fp32"}})
+    for message in two_ranks(refusal, layout, **BF16):
         assert all(name in message for name in named)
 
 
@@ -170,7 +175,7 @@ def weights_after_an_interruption(layout: Layout) -> tuple[dict[str, Tensor], di
 @pytest.mark.parametrize("layout", always(LAYOUTS, "fsdp"))
 def test_a_dropped_window_leaves_nothing_behind(two_ranks: Ranks, layout: str) -> None:
     after, clean = two_ranks(weights_after_an_interruption, LAYOUTS[layout])[0]
-    assert clean and all(torch.equal(after[name], clean[name]) for name in clean)
+    assert unequal(after, clean) == []
 
 
 @pytest.mark.parametrize("engine", always(["plain", "ddp", "fsdp"], "fsdp"))

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.checkpoints import unequal
 from tests.distributed.engine_layouts import AND_SHARED_MOMENTS, LAYOUTS, on_each_rank_once
 from tests.distributed.engine_probe import LR, CountsReductions, Probe, Reference
 from tests.grids import always
@@ -66,11 +67,6 @@ def written_value(kind: str, name: str, shape: tuple[int, ...]) -> Tensor:
     return values.abs() if kind == "exp_avg_sq" else values
 
 
-def moved(probe: Probe, before: dict[str, Tensor]) -> list[str]:
-    after = probe.state()
-    return [key for key, value in before.items() if not torch.equal(after[key], value)]
-
-
 def skip(probe: Probe, number: int, factor: float = 1.0) -> tuple[float, float]:
     """Norm of the gradient of a skipped window, and of what is left of it."""
     return probe.skip(number, factor=factor), float(probe.engine.check_gradients())
@@ -81,12 +77,12 @@ def disturb(probe: Probe) -> None:
     before = probe.state()
     skip(probe, 1)
     assert skip(probe, 4, factor=float("nan"))[0] != 0.0
-    assert moved(probe, before) == [], "a skipped step"
+    assert unequal(probe.state(), before) == [], "a skipped step"
     probe.look(1)
     probe.engine.train(False)
     probe.look(4)
     probe.engine.train(True)
-    assert moved(probe, before) == [], "a look"
+    assert unequal(probe.state(), before) == [], "a look"
 
 
 def after_two_steps(
@@ -224,8 +220,7 @@ def test_the_gradient_s_norm_is_that_of_the_global_batch_on_all_ranks_and_a_skip
 def test_skipped_steps_passes_without_gradient_and_an_engine_before_leave_no_trace(two_ranks: Ranks, name: str) -> None:
     for seen in on_each_rank_once(two_ranks, name, see):
         assert seen.its_losses[1:] == seen.losses
-        assert seen.disturbed.keys() == seen.quiet.keys()
-        assert [key for key, value in seen.quiet.items() if not torch.equal(seen.disturbed[key], value)] == []
+        assert unequal(seen.disturbed, seen.quiet) == []
         assert seen.gone and seen.restored
 
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.checkpoints import unequal
 from tests.distributed.engine_layouts import fp16_layout, fp16_on_a_cpu
 from tests.distributed.engine_probe import LR, Probe, Reference
 from tests.grids import always
@@ -107,8 +108,7 @@ def see(layout: Layout) -> Seen:
         probe.engine.discard_gradients()
         seen.scales.append(probe.engine.extra_state()["cur_scale"])
         seen.left = float(probe.engine.check_gradients())
-        after = probe.state()
-        seen.moved = [name for name, tensor in before.items() if not torch.equal(after[name], tensor)]
+        seen.moved = unequal(probe.state(), before)
         seen.same_losses = probe.look(3) == losses
         seen.next_norm = probe.skip(2)
         probe.engine.create_optimizer_state()

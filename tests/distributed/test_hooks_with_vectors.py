@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 
+from tests.checkpoints import unequal
 from tests.distributed.engine_layouts import LAYOUTS, fp16_layout, fp16_on_a_cpu, on_each_rank
 from tests.distributed.test_checkpoint_engines import distance
 from tests.grids import always
@@ -77,13 +77,12 @@ def test_a_run_that_changes_its_engine_at_every_checkpoint(tmp_path: Path, two_r
         if checkpoint is not None:
             echo = checkpoint_path(tmp_path / f"echo{number}", number * STEPS)
             stored, again = (read_full_state(path, WEIGHT_AVERAGE) for path in (checkpoint, echo))
-            assert stored.keys() == again.keys() == average.keys()
-            assert [key for key, value in stored.items() if not torch.equal(value, again[key])] == [], name
+            assert stored.keys() == average.keys() and unequal(again, stored) == [], name
         checkpoint = checkpoint_path(tmp_path / "run", (number + 1) * STEPS)
         stored = read_full_state(checkpoint, WEIGHT_AVERAGE)
         assert distance(stored, average) < 1e-6, name
         assert distance(stored, weights[-1]) > 1e-3, "too near to tell"
-        assert [key for key, value in stored.items() if not torch.equal(value, validated[key])] == [], name
+        assert unequal(validated, stored) == [], name
         assert distance(stored, whole_average(reference)) < 1e-5, name
         for _, _, noise in answers:
             expected = reference.hooks.metrics()["gradient_noise_scale"]

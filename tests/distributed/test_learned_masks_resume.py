@@ -12,19 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from tests.checkpoints import stored_state, unequal
 from tests.distributed.engine_layouts import ENGINE_FLAGS, ROOT
 from tests.distributed.launched import wait_for_steps
 from tests.faults.forked_ranks import Signal, run_ranks
 from tests.ranks import Ranks
 from tests.runs import essence, image_flags, lines, pretrain_here, start
-from trp_scale.checkpoint.document import HOOKS_NAME, read_document
-from trp_scale.checkpoint.format import read_full_state
+from trp_scale.checkpoint.document import HOOKS_NAME, CheckpointDocument, read_document
 from trp_scale.checkpoint.run_directory import checkpoint_path, checkpoints, newest_complete
-from trp_scale.core.pieces import STATE_NAMES
 
 STEPS = 12
 CYCLE = {"multilevel__unroll": 2, "multilevel__every": 2}
@@ -60,10 +58,17 @@ def stored(run_dir: Path, step: int = STEPS) -> dict[str, Tensor]:
     path = checkpoint_path(run_dir, step)
     found = {f"hooks/{name}": value for name, value in load_file(path / HOOKS_NAME).items()}
     for engine in ("", "masking_network"):
-        for state in ("weight", *STATE_NAMES):
-            tensors = read_full_state(path, state=state, engine=engine)
-            found |= {f"{state}/{engine}/{name}": value for name, value in tensors.items()}
+        found |= stored_state(path, engine)
     return found
+
+
+def same_checkpoints(ours: Path, theirs: Path) -> CheckpointDocument:
+    """All that checkpoints of the last step hold, bit for bit; returns the first's document."""
+    assert unequal(stored(ours), stored(theirs)) == []
+    mine, other = (read_document(checkpoint_path(run_dir, STEPS)) for run_dir in (ours, theirs))
+    for name in ("hooks", "cursors", "engine_state", "optimizer_steps"):
+        assert getattr(mine, name) == getattr(other, name), name
+    return mine
 
 
 @pytest.mark.exhaustive
@@ -84,12 +89,7 @@ def test_kill_9_in_the_middle_of_a_cycle_and_resume(image_dataset: Path, tmp_pat
     assert stopped < STEPS and stopped % 4 > 0, "the kill came too late to tell"
     assert pretrain_here(flags(image_dataset, killed)) == 0
     same_lines(killed, whole, stopped)
-    mine, theirs = (stored(run_dir) for run_dir in (killed, whole))
-    assert mine.keys() == theirs.keys()
-    assert [name for name, value in theirs.items() if not torch.equal(mine[name], value)] == []
-    documents = [read_document(checkpoint_path(run_dir, STEPS)) for run_dir in (killed, whole)]
-    for name in ("hooks", "cursors", "engine_state", "optimizer_steps"):
-        assert getattr(documents[0], name) == getattr(documents[1], name), name
+    same_checkpoints(killed, whole)
 
 
 def test_what_a_checkpoint_holds_of_three_levels(image_dataset: Path, tmp_path: Path) -> None:
@@ -166,13 +166,8 @@ def test_all_three_stopped_by_a_signal_and_resumed(two_ranks: Ranks, image_datas
         two_ranks(pretrain_here, all_methods(image_dataset, run_dir, training__steps=STEPS))
     same_lines(parts, whole, stopped)
     assert all(line["adversary"] and line["balancer"] is not None for line in lines(whole))
-    mine, theirs = stored(parts), stored(whole)
-    assert mine.keys() == theirs.keys()
-    assert [name for name, value in theirs.items() if not torch.equal(mine[name], value)] == []
+    document, names = same_checkpoints(parts, whole), stored(whole)
     for part in ("hooks/adversary", "hooks/balancer", "hooks/multilevel", "weight//blocks", "exp_avg/masking_network"):
-        assert any(name.startswith(part) for name in theirs), part
-    documents = [read_document(checkpoint_path(run_dir, STEPS)) for run_dir in (parts, whole)]
-    for name in ("hooks", "cursors", "engine_state", "optimizer_steps"):
-        assert getattr(documents[0], name) == getattr(documents[1], name), name
-    assert documents[0].hooks["multilevel"]["counters"]["outer_steps"] == STEPS // 4
-    assert set(documents[0].cursors) == {"train", "downstream_train", "downstream_validation"}
+        assert any(name.startswith(part) for name in names), part
+    assert document.hooks["multilevel"]["counters"]["outer_steps"] == STEPS // 4
+    assert set(document.cursors) == {"train", "downstream_train", "downstream_validation"}

@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 
+from tests.checkpoints import unequal
 from tests.distributed.test_engine_contract import after_two_steps
 from tests.grids import always
 from tests.ranks import Ranks
-from tests.synthetic import TWO_RANKS, Layout, SyntheticSource, data_group, small_config, trainer_for
+from tests.synthetic import TWO_RANKS, Layout, data_group, small_config, trainer_for
 from trp_scale.core.batch import TaskLosses
 
 LAYOUTS = {
@@ -62,7 +63,6 @@ def spoilt_run(layout: Layout, what: str) -> tuple[list[bool], dict[str, float],
         if step in (SPOILT_STEP, SPOILT_STEP + 1):
             after = trainer.engine.full_weights()
             distances[str(step)] = sum(float((after[name] - before[name]).abs().sum()) for name in after)
-    assert isinstance(trainer.source, SyntheticSource)
     applied = [stats.applied for stats in trainer.history]
     steps = trainer.engine.optimizer_steps()
     trainer.engine.close()
@@ -77,7 +77,7 @@ def spoilt_run(layout: Layout, what: str) -> tuple[list[bool], dict[str, float],
     ),
 )
 def test_nobody_moves_and_the_run_goes_on(two_ranks: Ranks, layout: str, what: str) -> None:
-    answers = [spoilt_run(LAYOUTS[layout], what)] if layout == "plain" else two_ranks(spoilt_run, LAYOUTS[layout], what)
+    answers = two_ranks.run_layout(spoilt_run, LAYOUTS[layout], what)
     for applied, _, steps in answers:
         assert applied == [True, True, False, True]
         assert steps == 3
@@ -124,4 +124,4 @@ def test_a_skipped_step_leaves_no_trace_where_zero_1_or_2_adds_to_what_it_finds(
     expected = two_ranks(after_two_steps, layout, precision)
     for found, wanted in zip(two_ranks(after_two_steps, layout, precision, disturbed=True), expected, strict=True):
         assert found[1] == wanted[1]
-        assert [key for key, value in wanted[0].items() if not torch.equal(found[0][key], value)] == []
+        assert unequal(found[0], wanted[0]) == []

@@ -12,9 +12,8 @@ from tests.distributed.engine_layouts import ENGINE_FLAGS, LAYOUTS, on_each_rank
 from tests.grids import always
 from tests.ranks import Ranks
 from tests.runs import flags, pretrain_here
-from tests.synthetic import Layout, Result, make_engine, run, small_config
+from tests.synthetic import Layout, Result, refusal, run
 from trp_scale.config import RefusedError
-from trp_scale.distributed.groups import ALONE
 
 BF16 = {"training": {"precision": "bf16"}}
 LOSSES = 5e-4
@@ -55,16 +54,9 @@ def test_bf16_on_each_engine_follows_plain_bf16(two_ranks: Ranks, name: str) -> 
     assert apart(ours, plain("fp32"))[0] > 1e-6, "this was fp32"
 
 
-def refusal(layout: Layout) -> str:
-    """What the engine itself says of fp16 on a CPU, alone in this process."""
-    with pytest.raises(RefusedError) as refused:
-        make_engine(layout, small_config(layout, training={"precision": "fp16"}), ALONE)
-    return str(refused.value)
-
-
 @pytest.mark.parametrize("name", always(LAYOUTS, "plain", "ddp", "fsdp", "zero2"))
 def test_fp16_on_a_cpu_is_refused_by_each_engine(two_ranks: Ranks, name: str) -> None:
-    for message in on_each_rank(two_ranks, name, refusal):
+    for message in on_each_rank(two_ranks, name, refusal, training={"precision": "fp16"}):
         assert "--training.precision fp16" in message and "GPU" in message and "bf16" in message
 
 

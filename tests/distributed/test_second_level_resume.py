@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 
+from tests.checkpoints import unequal
 from tests.distributed.engine_layouts import on_each_rank
 from tests.grids import always
 from tests.ranks import Ranks
@@ -74,8 +74,7 @@ def go_on(layout: Layout, level: str, directory: Path, resume: bool) -> dict[str
 def test_a_resumed_run_is_the_whole_one_bit_for_bit(two_ranks: Ranks, tmp_path: Path, level: str, layout: str) -> None:
     whole = on_each_rank(two_ranks, layout, go_on, level, tmp_path, False)[0]
     halves = on_each_rank(two_ranks, layout, go_on, level, tmp_path, True)[0]
-    assert whole.keys() == halves.keys()
-    assert [name for name, value in whole.items() if not torch.equal(value, halves[name])] == []
+    assert unequal(halves, whole) == []
     assert any(name.startswith("fine_tuned.") for name in whole) == (level == "fine_tuning")
 
 

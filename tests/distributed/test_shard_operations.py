@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from tests.checkpoints import unequal
 from tests.distributed.engine_layouts import LAYOUTS, on_each_rank
 from tests.distributed.shard_probe import LR, Double, Named, ShardProbe, largest_difference
 from tests.grids import always
@@ -75,9 +76,7 @@ class Exercise:
     def leaving_no_trace(self, what: str) -> Iterator[None]:
         before = self.probe.state()
         yield
-        after = self.probe.state()
-        assert after.keys() == before.keys()
-        self.seen.moved += [f"{what}: {key}" for key, value in before.items() if not torch.equal(after[key], value)]
+        self.seen.moved += [f"{what}: {key}" for key in unequal(self.probe.state(), before)]
 
     def gradients(self) -> None:
         for name, kinds in KINDS.items():
@@ -95,7 +94,7 @@ class Exercise:
         with self.leaving_no_trace("gradient_of, interrupted"), pytest.raises(InterruptionError):
             self.engine.compute_gradient([shares[0], interrupted])
         again = self.probe.whole(self.engine.compute_gradient(self.probe.shares(1, "reconstruction")))
-        self.seen.repeats = all(torch.equal(again[key], value) for key, value in self.seen.gradients["all"].items())
+        self.seen.repeats = unequal(again, self.seen.gradients["all"]) == []
 
     def perturbations(self) -> None:
         gradient = self.engine.compute_gradient(self.probe.shares(1, "reconstruction"))
@@ -124,8 +123,7 @@ class Exercise:
             self.probe.look(3)
             raise InterruptionError
         self.seen.swapped.append(self.probe.look(3))
-        after = self.probe.whole(other)
-        self.seen.moved += [f"exchanged: {key}" for key, value in before.items() if not torch.equal(after[key], value)]
+        self.seen.moved += [f"exchanged: {key}" for key in unequal(self.probe.whole(other), before)]
 
     def run(self) -> Seen:
         probe, seen = self.probe, self.seen
@@ -174,21 +172,13 @@ def three_steps(layout: Layout) -> Named:
     return weights
 
 
-@pytest.fixture(scope="module")
-def seen_on(two_ranks: Ranks) -> Callable[[str], list[Seen]]:
-    """What each rank of an engine saw; every engine is run once."""
-    found: dict[str, list[Seen]] = {}
-
-    def look(name: str) -> list[Seen]:
-        if name not in found:
-            layout = HERE[name]
-            found[name] = [exercised(layout)] if name == "plain" else two_ranks(exercised, layout)
-        return found[name]
-
-    return look
-
-
 SeenOn = Callable[[str], list[Seen]]
+
+
+@pytest.fixture(scope="module")
+def seen_on(two_ranks: Ranks) -> SeenOn:
+    """What each rank of an engine saw; every engine is run once."""
+    return functools.cache(lambda name: two_ranks.run_layout(exercised, HERE[name]))
 
 
 @every_engine
@@ -197,7 +187,7 @@ def test_nothing_between_steps_leaves_a_trace(seen_on: SeenOn, two_ranks: Ranks,
         assert seen.moved == []
         assert seen.repeats, "a gradient after an interrupted one is another"
         assert seen.looks["restored", 0.0] == seen.looks["reconstruction", 0.0]
-    quiet: Any = three_steps(HERE[name]) if name == "plain" else two_ranks(three_steps, HERE[name])[0]
+    quiet = two_ranks.run_layout(three_steps, HERE[name])[0]
     assert largest_difference(seen_on(name)[0].last, quiet) < 1e-7
 
 

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from tests.checkpoints import stored_state
 from tests.distributed.engine_layouts import needs_megatron
 from tests.distributed.launched import launch, rank_of_two, wait_for_steps
 from tests.distributed.test_learned_masks_resume import CYCLE, EXACT_ENOUGH, stored
@@ -22,7 +23,6 @@ from tests.parity.compare import RELATIVE, TRAVELLED, without_gradient
 from tests.ranks import Ranks
 from tests.runs import flags, image_flags, lines, pretrain_here
 from trp_scale.checkpoint.export import export
-from trp_scale.checkpoint.format import read_full_state
 from trp_scale.checkpoint.run_directory import checkpoint_path
 
 pytestmark = needs_megatron
@@ -49,16 +49,6 @@ def apart(ours: dict[str, Tensor], theirs: dict[str, Tensor], before: dict[str, 
         way = (value - before[name]).norm()
         if (ours[name] - value).norm() > TRAVELLED * way + RELATIVE * value.norm():
             yield name
-
-
-def states(run_dir: Path, step: int) -> dict[str, Tensor]:
-    """Weights and moments of a run without hooks that hold tensors."""
-    path = checkpoint_path(run_dir, step)
-    return {
-        f"{state}/{name}": tensor
-        for state in ("weight", "exp_avg", "exp_avg_sq")
-        for name, tensor in read_full_state(path, state=state).items()
-    }
 
 
 def exported(run_dir: Path, output: Path, to: str) -> dict[str, Tensor]:
@@ -96,13 +86,14 @@ def test_a_text_run_is_stopped_and_goes_on_elsewhere(
         two_ranks(pretrain_here, flags(text_dataset, parts, training__steps=stopped, **changes, **TENSOR))
     assert pretrain_here(flags(text_dataset, plain, training__steps=stopped, **changes)) == 0
     same_export(exported(parts, tmp_path / "of_two", "hf"), exported(plain, tmp_path / "of_one", "hf"))
-    first = states(parts, stopped)
+    first = stored_state(checkpoint_path(parts, stopped))
     for number, other in enumerate([*ELSEWHERE, SPLIT], 1):
         words = flags(text_dataset, parts, training__steps=stopped + number, **changes, **other)
         assert set(two_ranks(pretrain_here, words)) == {0}
     steps = stopped + 1 + len(ELSEWHERE)
     assert pretrain_here(flags(text_dataset, plain, training__steps=steps, **changes)) == 0
-    assert list(apart(states(parts, steps), states(plain, steps), first)) == []
+    ours, theirs = (stored_state(checkpoint_path(run_dir, steps)) for run_dir in (parts, plain))
+    assert list(apart(ours, theirs, first)) == []
     for mine, other in zip(lines(parts)[stopped:], lines(plain)[stopped:], strict=True):
         assert mine["loss"] == pytest.approx(other["loss"], rel=1e-5), mine["step"]
 

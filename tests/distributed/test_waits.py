@@ -144,7 +144,7 @@ def waits_counted() -> Iterator[list[str]]:
         yield found
 
 
-def waits(method: str, layout: Layout) -> list[str]:
+def waits(layout: Layout, method: str) -> list[str]:
     """Where two steps wait, after two that warm up."""
     make, changes = METHODS[method]
     trainer = make(layout, training={"steps": 10}, **changes)
@@ -171,9 +171,7 @@ def waits(method: str, layout: Layout) -> list[str]:
 def test_a_step_waits_for_nothing_but_the_numbers_of_the_step_before(
     two_ranks: Ranks, method: str, engine: str
 ) -> None:
-    layout = ENGINES[engine]
-    answers = [waits(method, layout)] if engine == "plain" else two_ranks(waits, method, layout)
-    for found in answers:
+    for found in two_ranks.run_layout(waits, ENGINES[engine], method):
         assert found == ["trp_scale.core.batch: read: tolist"] * 2
 
 

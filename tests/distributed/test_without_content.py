@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.checkpoints import unequal
 from tests.grids import always
 from tests.ranks import Ranks
 from tests.synthetic import TWO_RANKS, VOCABULARY, Layout, data_group, engine_of, small_config
@@ -39,7 +40,7 @@ def model_of(name: str, layout: Layout) -> nn.Module:
     return model
 
 
-def engine_weights(name: str, layout: Layout) -> dict[str, Tensor]:
+def engine_weights(layout: Layout, name: str) -> dict[str, Tensor]:
     """What an engine holds of a model that was made without content; and that it was."""
     config = image_config(layout) if name == "MAE" else small_config(layout)
     module = build_with_initialisers(lambda: model_of(name, layout))
@@ -58,14 +59,9 @@ def engine_weights(name: str, layout: Layout) -> dict[str, Tensor]:
     ),
 )
 def test_every_engine_fills_what_the_model_made_whole_has(two_ranks: Ranks, name: str, layout: str) -> None:
-    if layout == "plain":
-        found = engine_weights(name, Layout())
-    else:
-        found = two_ranks(engine_weights, name, TWO_RANKS[layout])[0]
+    found = two_ranks.run_layout(engine_weights, {"plain": Layout(), **TWO_RANKS}[layout], name)[0]
     whole = dict(model_of(name, Layout()).named_parameters())
-    assert found.keys() == whole.keys()
-    for each, value in whole.items():
-        assert torch.equal(found[each], value), each
+    assert unequal(found, whole) == []
 
 
 def peak_rise(whole: bool) -> tuple[int, int]:

@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
+from tests.checkpoints import stored_state, unequal
 from tests.distributed.launched import descendants, environment_of, launch, wait_for_steps
 from tests.faults.forked_ranks import RAISES, Signal, run_ranks
 from tests.runs import essence, flags, lines
-from trp_scale.checkpoint.format import read_full_state
 from trp_scale.checkpoint.run_directory import checkpoint_path, checkpoints, incompleteness
 from trp_scale.diagnostics.run_directory import examine_run
 from trp_scale.distributed.stop import NOTICES
@@ -105,10 +104,7 @@ def same_end(run_dir: Path, whole: Path, steps: int) -> None:
         for each in (run_dir, whole)
     ]
     assert validated[0] == validated[1]
-    for state in ("weight", "exp_avg", "exp_avg_sq"):
-        ours, theirs = (read_full_state(checkpoint_path(each, steps), state=state) for each in (run_dir, whole))
-        assert ours.keys() == theirs.keys()
-        assert [name for name, tensor in theirs.items() if not torch.equal(ours[name], tensor)] == [], state
+    assert unequal(*(stored_state(checkpoint_path(each, steps)) for each in (run_dir, whole))) == []
     assert {each.check: each.result for each in examine_run(run_dir) if each.state != "ok"} == {}
     assert list((run_dir / "checkpoints").glob(".*")) == []
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.checkpoints import unequal
 from tests.grids import always
 from tests.ranks import Ranks
 from tests.runs import flags, lines, pretrain_here
@@ -63,8 +64,7 @@ def _run(layout: Layout, action: str) -> tuple[list[bool], float]:
 
 @pytest.mark.parametrize("name", always(LAYOUTS, "fsdp"))
 def test_a_spike_on_one_rank_is_skipped_on_all(two_ranks: Ranks, name: str) -> None:
-    answers = [run(LAYOUTS[name], "skip")] if name == "plain" else two_ranks(run, LAYOUTS[name], "skip")
-    for applied, moved in answers:
+    for applied, moved in two_ranks.run_layout(run, LAYOUTS[name], "skip"):
         assert applied == [step != SPOILT for step in range(10)]
         assert moved == 0.0
 
@@ -140,7 +140,7 @@ def test_a_stop_before_a_spike_changes_nothing(
     assert pretrain_here(flags(text_dataset, stopped, **changes, **SCORE)) == 0
     assert spoilt_runs == [8, 8]
     ours, theirs = (read_full_state(checkpoint_path(run, 12)) for run in (stopped, whole))
-    assert ours.keys() == theirs.keys() and all(ours[name].equal(theirs[name]) for name in ours)
+    assert unequal(ours, theirs) == []
 
 
 def test_the_rollbacks_of_a_start_are_limited(text_dataset: Path, tmp_path: Path, spoilt_runs: list[int]) -> None:

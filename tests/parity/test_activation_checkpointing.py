@@ -16,15 +16,13 @@ from tests.parity.compare import kept_bytes
 from tests.parity.test_compiled import traced
 from tests.ranks import Ranks
 from tests.runs import flags
-from tests.synthetic import TWO_RANKS, Layout, Result, make_engine, run, small_config, trainer_for
+from tests.synthetic import TWO_RANKS, Layout, Result, refusal, run, small_config, trainer_for
 from tests.synthetic_images import run_images
 from tests.synthetic_masks import run_masks
 from tests.synthetic_modalities import run_modalities
 from trp_scale.config import RefusedError
 from trp_scale.config.run_flags import parse
-from trp_scale.core.engine import EngineError
 from trp_scale.distributed.environment import Environment
-from trp_scale.distributed.groups import ALONE
 from trp_scale.engines import compiled
 from trp_scale.pretraining.base import build_upstream
 from trp_scale.training.micro_size import count_memory
@@ -94,15 +92,9 @@ def test_every_engine_gives_what_one_rank_does(two_ranks: Ranks, layout: str, ho
     same(found, reference(), 1e-5)
 
 
-def refused() -> str:
-    layout = TWO_RANKS["zero3"]
-    with pytest.raises(EngineError) as caught:
-        make_engine(layout, small_config(layout, training={"activation_checkpointing": "selective"}), ALONE)
-    return str(caught.value)
-
-
 def test_selective_is_refused_on_stage_3(two_ranks: Ranks) -> None:
-    assert "selective gives wrong gradients with ZeRO stage 3" in two_ranks(refused)[0]
+    said = two_ranks(refusal, TWO_RANKS["zero3"], training={"activation_checkpointing": "selective"})[0]
+    assert "selective gives wrong gradients with ZeRO stage 3" in said
 
 
 def bytes_kept(how: str) -> int:

@@ -42,7 +42,11 @@ NORM = {
     "relative_coordinate": "linf",
 }
 
-LAYOUTS = {**TWO_RANKS, "zero3_offload": shipped("ds_configs/zero3_offload.json")}
+LAYOUTS = {
+    "accumulation 1": Layout(micro_size=8),
+    **TWO_RANKS,
+    "zero3_offload": shipped("ds_configs/zero3_offload.json"),
+}
 ACCUMULATIONS = {1: Layout(micro_size=8), 2: Layout(micro_size=4)}
 
 BALANCING: dict[str, dict[str, Any]] = {
@@ -103,9 +107,7 @@ def differences(ours: AdversarialResult, theirs: AdversarialResult) -> list[str]
 
 def run_on(two_ranks: Ranks, layout: str, settings: dict[str, Any], *, halves: bool = False) -> AdversarialResult:
     """In one micro-batch on this process, or on two ranks; what the first of them found."""
-    if layout == "accumulation 1":
-        return run_images(Layout(micro_size=8), settings, halves=halves)
-    found: AdversarialResult = two_ranks(run_images, LAYOUTS[layout], settings, halves=halves)[0]
+    found: AdversarialResult = two_ranks.run_layout(run_images, LAYOUTS[layout], settings, halves=halves)[0]
     return found
 
 

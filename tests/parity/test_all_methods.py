@@ -5,23 +5,18 @@ tests/distributed/test_learned_masks_resume.py stops such a run and resumes it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests.grids import always
 from tests.parity.compare import RELATIVE, TRAVELLED, too_far
-from tests.parity.test_learned_masks import ROUNDING
+from tests.parity.test_learned_masks import ROUNDING, network_of
 from tests.ranks import Ranks
-from tests.synthetic import Layout, Result
-from tests.synthetic_images import by_projection
-from tests.synthetic_masks import mask_config, masks_run
-from trp_scale.core.batch import StepStats
-from trp_scale.methods.adversary.positions import PositionAdversary
+from tests.synthetic import Layout
+from tests.synthetic_masks import MasksResult, run_masks
 
 STEPS = 6
 ZERO2 = Layout(engine="deepspeed", stage=2, micro_size=2)
@@ -38,45 +33,14 @@ def changes(estimate: str, update: str) -> dict[str, Any]:
     }
 
 
-@dataclass(kw_only=True)
-class Everything:
-    """What a run ended with, on one rank."""
-
-    weights: Result
-    network: Result
-    vector: Tensor
-    head: dict[str, Any]
-    steps: list[StepStats]
-
-
-def run_all(layout: Layout, settings: dict[str, Any]) -> Everything:
-    run = masks_run(layout, mask_config(layout, **settings), halves=True)
-    initial = [by_projection(run.engine.full_weights()), run.trainer.hooks.engines()["masking_network"].full_weights()]
-    for _ in range(STEPS):
-        run.trainer.train_step()
-    assert run.hook is not None
-    network = run.hook.masker.network
-    ended = [by_projection(run.engine.full_weights()), network.full_weights()]
-    (vector,) = (each.vector.detach().clone() for each in run.trainer.hooks.all if isinstance(each, PositionAdversary))
-    head = run.hook.outer.state_dict()["head"]
-    run.engine.close()
-    network.close()
-    results = [
-        Result(weights=weights, initial=first, steps=[], moved=True)
-        for weights, first in zip(ended, initial, strict=True)
-    ]
-    history = run.trainer.history
-    return Everything(weights=results[0], network=results[1], vector=vector, head=head, steps=history)
-
-
 @lru_cache
-def reference(estimate: str, update: str) -> Everything:
+def reference(estimate: str, update: str) -> MasksResult:
     """One process, accumulation 4."""
-    return run_all(Layout(micro_size=2), changes(estimate, update))
+    return run_masks(Layout(micro_size=2), changes(estimate, update), halves=True)
 
 
-def differences(ours: Everything, theirs: Everything) -> list[str]:
-    found = [*too_far(ours.weights, theirs.weights), *too_far(ours.network, theirs.network, skip_key_biases=False)]
+def differences(ours: MasksResult, theirs: MasksResult) -> list[str]:
+    found = [*too_far(ours, theirs), *too_far(network_of(ours), network_of(theirs), skip_key_biases=False)]
     pairs = {"adversary": (ours.vector, theirs.vector)}
     pairs |= {f"head {name}": (ours.head[name]["value"], theirs.head[name]["value"]) for name in theirs.head}
     for name, (mine, other) in pairs.items():
@@ -91,10 +55,10 @@ def differences(ours: Everything, theirs: Everything) -> list[str]:
 )
 def test_all_three_on_zero_2_are_those_of_one_process(two_ranks: Ranks, estimate: str, update: str) -> None:
     theirs = reference(estimate, update)
-    ours = two_ranks(run_all, ZERO2, changes(estimate, update))[0]
+    ours = two_ranks(run_masks, ZERO2, changes(estimate, update), halves=True)[0]
     assert differences(ours, theirs) == []
     for mine, other in zip(ours.steps, theirs.steps, strict=True):
         assert mine.task_weights == pytest.approx(other.task_weights, rel=1e-5)
     assert abs(theirs.steps[-1].task_weights[0] - 0.5) > 1e-4
     assert float(theirs.vector.abs().max()) > 0.01
-    assert all(not torch.equal(value, theirs.network.initial[name]) for name, value in theirs.network.weights.items())
+    assert all(not torch.equal(value, theirs.network_initial[name]) for name, value in theirs.network.items())

@@ -17,13 +17,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
+from tests.checkpoints import stored_state, unequal
 from tests.grids import always
 from tests.ranks import Ranks
 from tests.recorded import RecordedOperations, Recording, Result, recorded_on_cpu
-from tests.runs import flags, image_flags, pretrain_here
+from tests.runs import flags, image_flags, lines, pretrain_here
 from tests.synthetic import Layout, batch, data_group, make_engine, small_config
 from trp_scale.checkpoint.document import read_document
-from trp_scale.checkpoint.format import read_full_state
 from trp_scale.checkpoint.run_directory import checkpoints
 from trp_scale.cli import main as cli
 from trp_scale.engines import captured
@@ -81,17 +81,14 @@ def arguments(case: str, text: Path, images: Path, run: Path, **more: Any) -> li
 
 def steps(run: Path) -> list[dict[str, Any]]:
     """The metrics of a run."""
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{name: value for name, value in line.items() if name not in UNEQUAL} for line in lines]
+    return [{name: value for name, value in line.items() if name not in UNEQUAL} for line in lines(run)]
 
 
 def assert_equal_runs(first: Path, second: Path) -> None:
     """Two runs have equal metrics, and equal weights, moments and states of hooks in their last checkpoints."""
     assert steps(first) == steps(second)
     last = [checkpoints(run)[-1][1] for run in (first, second)]
-    for state in ("weight", "exp_avg", "exp_avg_sq"):
-        ours, theirs = (read_full_state(path, state) for path in last)
-        assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
+    assert unequal(*map(stored_state, last)) == []
     ours, theirs = (read_document(path).hooks for path in last)
     assert ours == theirs
     states = [load_file(path / "hooks.safetensors") for path in last if (path / "hooks.safetensors").is_file()]
@@ -268,8 +265,8 @@ def collectives(*, several: bool) -> list[tuple[str, int]]:
         recordings = engine.captured_graphs.recorder.recordings
         buckets = len(engine.reduction.buckets)
         engine.close()
-    found = [Counter(call[0]._opname for call in each.calls if call[0].namespace == "c10d") for each in recordings]
-    return [("buckets", buckets), *((name, number) for each in found for name, number in (each or {"": 0}).items())]
+    found = [count_collectives(each) or {"": 0} for each in recordings]
+    return [("buckets", buckets), *((name, number) for each in found for name, number in each.items())]
 
 
 def test_collectives_of_the_graphs(two_ranks: Ranks) -> None:

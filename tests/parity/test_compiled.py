@@ -19,12 +19,10 @@ from tests.parity import test_adversary, test_learned_masks, test_modalities, te
 from tests.parity.compare import too_far
 from tests.parity.test_partition import MODERN
 from tests.ranks import Ranks
-from tests.synthetic import TWO_RANKS, Layout, Result, make_engine, run, small_config
+from tests.synthetic import TWO_RANKS, Layout, Result, refusal, run
 from tests.synthetic_images import run_images
 from tests.synthetic_masks import run_masks
 from tests.synthetic_modalities import run_modalities
-from trp_scale.core.engine import EngineError
-from trp_scale.distributed.groups import ALONE
 
 Found = TypeVar("Found")
 
@@ -94,23 +92,21 @@ def losses(result: Result) -> list[float]:
 @pytest.mark.parametrize(("layout", "how"), always(product(["plain", "ddp"], GRAPHS)))
 def test_bf16_weights_give_the_losses_of_the_plain_run_with_them(two_ranks: Ranks, layout: str, how: str) -> None:
     """To 1e-5, a hundredth of what bf16 changes: the traced operations are the same, in the same precision."""
-
-    def train(compiling: str) -> tuple[Result, int]:
-        if layout == "plain":
-            return rounded(Layout(micro_size=2), compiling)
-        return two_ranks(rounded, TWO_RANKS[layout], compiling)[0]
-
-    (ours, graphs), (theirs, none) = train(how), train("none")
+    chosen = {"plain": Layout(micro_size=2), **TWO_RANKS}[layout]
+    (ours, graphs), (theirs, none) = (two_ranks.run_layout(rounded, chosen, each)[0] for each in (how, "none"))
     assert (graphs, none) == (GRAPHS[how], 0)
     assert losses(ours) == pytest.approx(losses(theirs), rel=1e-5)
     assert losses(ours) != pytest.approx(losses(reference()), rel=1e-4), "nothing was rounded"
 
 
+def with_compile(changes: dict[str, Any], how: str) -> dict[str, Any]:
+    return {**changes, "training": {**changes["training"], "compile": how}}
+
+
 @pytest.mark.parametrize(("variant", "how"), always(product(["flattened", "look ahead"], GRAPHS)))
 def test_masks_that_are_learned(how: str, variant: str) -> None:
     """Differences of losses at moved weights, and steps on a second source."""
-    changes = test_learned_masks.changes(variant)
-    changes = {**changes, "training": {**changes["training"], "compile": how}}
+    changes = with_compile(test_learned_masks.changes(variant), how)
     found, graphs = traced(lambda: run_masks(Layout(micro_size=2), changes))
     assert graphs > 0 and test_learned_masks.differences(found, test_learned_masks.reference(variant)) == []
 
@@ -119,8 +115,7 @@ def test_masks_that_are_learned(how: str, variant: str) -> None:
 @pytest.mark.parametrize(("balancing", "how"), product(["minimax", "gradnorm"], GRAPHS))
 def test_several_modalities(how: str, balancing: str) -> None:
     """With taps and without."""
-    changes = test_modalities.changes(balancing)
-    changes = {**changes, "training": {**changes["training"], "compile": how}}
+    changes = with_compile(test_modalities.changes(balancing), how)
     found, graphs = traced(lambda: run_modalities(Layout(micro_size=2), changes, test_modalities.sometimes_absent))
     assert graphs > 0 and test_modalities.differences(found, test_modalities.reference(balancing)) == []
 
@@ -129,8 +124,7 @@ def test_several_modalities(how: str, balancing: str) -> None:
 @pytest.mark.parametrize("how", GRAPHS)
 def test_class_tokens_that_spread(how: str) -> None:
     """A pass through the encoder alone before each step."""
-    changes = test_uniformity.changes("alone")
-    changes = {**changes, "training": {**changes["training"], "compile": how}}
+    changes = with_compile(test_uniformity.changes("alone"), how)
     found, graphs = traced(lambda: run_images(Layout(micro_size=2), changes))
     assert graphs > 0 and too_far(found, test_uniformity.reference("alone")) == []
 
@@ -149,17 +143,11 @@ OF_AN_ADVERSARY = {
 def test_an_adversary(how: str, update: str) -> None:
     changes = test_adversary.changes("relative_coordinate", update=update)
     theirs = test_adversary.reference(changes)
-    changes = {**changes, "training": {**changes["training"], "compile": how}}
-    ours, graphs = traced(lambda: run_images(Layout(micro_size=2), changes))
+    ours, graphs = traced(lambda: run_images(Layout(micro_size=2), with_compile(changes, how)))
     assert graphs == OF_AN_ADVERSARY[how, update], "compiled anew in the run, or never"
     assert too_far(ours, theirs) == test_adversary.vector_too_far(ours, theirs, 1e-6, 1e-6) == []
 
 
-def refused(layout: Layout) -> str:
-    with pytest.raises(EngineError) as caught:
-        make_engine(layout, small_config(layout, training={"compile": "blocks"}), ALONE)
-    return str(caught.value)
-
-
 def test_stage_3_is_refused(two_ranks: Ranks) -> None:
-    assert "does not work with ZeRO stage 3" in two_ranks(refused, TWO_RANKS["zero3"])[0]
+    said = two_ranks(refusal, TWO_RANKS["zero3"], training={"compile": "blocks"})[0]
+    assert "does not work with ZeRO stage 3" in said

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.checkpoints import unequal
 from tests.distributed.shard_probe import Double, ShardProbe, largest_difference
 from tests.distributed.test_checkpoint_engines import walk
 from tests.grids import always
@@ -26,10 +27,9 @@ from tests.parity.test_learned_masks import changes as mask_changes
 from tests.parity.test_learned_masks import differences as mask_differences
 from tests.parity.test_learned_masks import reference as mask_reference
 from tests.ranks import Ranks
-from tests.synthetic import Layout, Result, data_group, hybrid, make_engine, run, small_config, trainer_for
+from tests.synthetic import Layout, Result, hybrid, refusal, run, small_config, small_engine, trainer_for
 from tests.synthetic_images import run_images
 from tests.synthetic_masks import run_masks
-from trp_scale.core.engine import EngineError
 from trp_scale.engines.shards import assign_to_least_loaded
 
 TWO_BY_TWO = hybrid(2, micro_size=1)
@@ -94,7 +94,7 @@ def hpz_groups() -> tuple[bool, ...]:
     """Whether engines that are made one after the other have copies: one with, one without, one with."""
     found = []
     for layout in (COPIES["hpZ"], Layout(engine="deepspeed", stage=3, micro_size=1), COPIES["hpZ"]):
-        engine, _ = make_engine(layout, small_config(layout), data_group())
+        engine = small_engine(layout)
         found.append(any(each.ds_zero_param_process_group is not None for each in engine.module.parameters()))  # type: ignore[attr-defined]
         engine.close()
     return tuple(found)
@@ -105,9 +105,7 @@ def test_a_balancer_of_gradient_norms_is_the_same(four_ranks: Ranks) -> None:
     first, *others = four_ranks(run_balancer, TWO_BY_TWO, "weights")
     assert balancer_differences(first, "weights") == []
     for _, state in others:
-        assert all(
-            torch.equal(ours, theirs) for (_, ours), (_, theirs) in zip(tensors(first[1]), tensors(state), strict=True)
-        )
+        assert unequal(*(dict(tensors(each)) for each in (state, first[1]))) == []
 
 
 @pytest.mark.exhaustive
@@ -141,7 +139,7 @@ def test_copies_are_equal_bit_for_bit_and_each_part_is_owned_once(four_ranks: Ra
     whole = sum(weight.numel() for weight in reference("minimax, clipped").weights.values())
     written = []
     for (parts, owned, seen), (copy, _, _) in zip(found, (*found[2:], *found[:2]), strict=True):
-        assert all(torch.equal(part, copy[name]) for name, part in parts.items())
+        assert unequal(copy, parts) == []
         assert seen, "another copy's gradient was not finite, and this rank did not see it"
         assert sum(size for size, _ in owned.values()) <= 0.55 * whole
         written.append(sum(size for size, owner in owned.values() if owner))
@@ -182,17 +180,9 @@ def test_a_checkpoint_goes_to_other_layouts_and_back(four_ranks: Ranks, tmp_path
     walk(PATH, tmp_path, four_ranks)
 
 
-def refusal(layout: Layout) -> str:
-    try:
-        run(layout, {})
-    except EngineError as error:
-        return str(error)
-    return ""
-
-
 def test_ranks_that_do_not_divide_are_refused(four_ranks: Ranks) -> None:
     said = "--fsdp.shard_ranks is 3 and does not divide the 4 ranks of this run; allowed: 0 for all of them, "
-    assert all(each.startswith(said) for each in four_ranks(refusal, hybrid(3)))
+    assert all(each.startswith(said) for each in four_ranks(refusal, hybrid(3), run, {}))
 
 
 def test_owning_copies_share_the_bytes() -> None:

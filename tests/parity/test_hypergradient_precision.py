@@ -11,10 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.grids import always
 from tests.ranks import Ranks
-from tests.synthetic import TWO_RANKS, Layout
+from tests.synthetic import TWO_RANKS, Layout, refusal
 from tests.synthetic_hypergradients import Agreement, Path, agreement, exact, flat, update
 from tests.synthetic_masks import mask_config, masks_run
-from trp_scale.config import RefusedError
 
 PATHS: tuple[Path, ...] = ("encoder", "head")
 AUTOCAST: dict[str, Any] = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
@@ -32,10 +31,7 @@ def measured(two_ranks: Ranks, layout: Layout, settings: Changes) -> dict[Path, 
     """Of each path alone with automatic differentiation in float64 from the same state."""
     found, lengths = {}, []
     for path in PATHS:
-        if layout.engine == "plain":
-            updates = [update(layout, settings, path=path)]
-        else:
-            updates = two_ranks(update, layout, settings, path=path)
+        updates = two_ranks.run_layout(update, layout, settings, path=path)
         theirs = exact(updates, path)
         lengths.append(float(flat(theirs).norm()))
         found[path] = agreement(updates[0].gradient, theirs)
@@ -127,23 +123,12 @@ def made(layout: Layout, settings: Changes) -> None:
         engine.close()
 
 
-def refusal(layout: Layout, settings: Changes) -> str:
-    with pytest.raises(RefusedError) as refused:
-        made(layout, settings)
-    return str(refused.value)
-
-
 def test_bf16_weights_are_refused_because_they_round_moves_away(two_ranks: Ranks) -> None:
     layout = Layout(engine="deepspeed", stage=2, document=BF16_WEIGHTS)
-    for message in two_ranks(refusal, layout, changes("bf16", network="flattened")):
+    for message in two_ranks(refusal, layout, made, changes("bf16", network="flattened")):
         assert "0.01 (--multilevel.difference)" in message
-        for flag in (
-            "torch_autocast",
-            "--training.precision fp32",
-            "--multilevel.kind reconstruction",
-            "--multilevel.exact_every",
-        ):
-            assert flag in message
+        flags = ("training.precision fp32", "multilevel.kind reconstruction", "multilevel.exact_every")
+        assert "torch_autocast" in message and all(f"--{flag}" in message for flag in flags)
     unmoved = {**changes("bf16", network="flattened"), "multilevel": {"kind": "reconstruction"}}
     two_ranks(made, layout, unmoved)  # nothing is moved there
 

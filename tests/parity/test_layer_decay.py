@@ -13,7 +13,7 @@ from tests.grids import always
 from tests.parity.compare import steps_too_far, too_far
 from tests.ranks import Ranks
 from tests.settings import changed
-from tests.synthetic import TWO_RANKS, Layout, RecordingTrainer, Result, data_group, engine_of
+from tests.synthetic import TWO_RANKS, Layout, RecordingTrainer, Result, data_group, engine_of, stack_rows
 from tests.synthetic_images import SyntheticImages, by_projection
 from tests.unit.models.encoder_peers import CLASSES, finetune_config
 from trp_scale.config import OptimizerConfig, TrainingConfig
@@ -25,7 +25,7 @@ from trp_scale.finetuning.classification.task import ImageClassification, ImageC
 
 def batch(positions: range, size: int) -> Batch:
     """Noise of a shade for each class, with soft targets: functions of the position."""
-    images, targets = [], []
+    rows = []
     for position in positions:
         generator = torch.Generator().manual_seed(500 + position)
         share = float(torch.rand((), generator=generator))
@@ -33,14 +33,9 @@ def batch(positions: range, size: int) -> Batch:
         target[position % CLASSES] += share
         target[(3 * position + 1) % CLASSES] += 1 - share
         shade = 30 * (target @ torch.arange(float(CLASSES)))
-        images.append((shade + 60 * torch.rand(3, size, size, generator=generator)).to(torch.uint8))
-        targets.append(target)
-    fields = {
-        "images": torch.stack(images),
-        "targets": torch.stack(targets),
-        "row_weights": torch.ones(len(positions)),
-    }
-    return Batch(fields=fields, keys=torch.tensor(list(positions)), start=positions[0])
+        image = (shade + 60 * torch.rand(3, size, size, generator=generator)).to(torch.uint8)
+        rows.append({"images": image, "targets": target, "row_weights": torch.tensor(1.0)})
+    return stack_rows(rows, positions)
 
 
 def tuned(layout: Layout, optimizer: dict[str, Any], **downstream: Any) -> Result:

@@ -121,8 +121,7 @@ KEPT = [
 @pytest.mark.parametrize(("split", "variant"), always(CASES, *KEPT))
 def test_every_split_gives_the_same_three_levels(two_ranks: Ranks, split: str, variant: str) -> None:
     layout, settings = SPLITS[split][0], changes(variant)
-    alone = layout.engine == "plain"
-    ours = run_masks(layout, settings) if alone else two_ranks(run_masks, layout, settings)[0]
+    ours = two_ranks.run_layout(run_masks, layout, settings)[0]
     theirs = reference(variant)
     assert ours.moved and all(stats.applied for stats in ours.steps)
     assert differences(ours, theirs) == steps_too_far(ours, theirs) == []
@@ -137,10 +136,8 @@ def test_the_upper_levels_batches_in_one_pass_or_in_several(two_ranks: Ranks, sp
         {**settings, "multilevel": {**settings["multilevel"], **upper, "micro_size": size}}
         for size in (upper["micro_size"], 4)
     )
-    if split == "zero2":
-        found = [two_ranks(run_masks, TWO_RANKS["zero2"], each)[0] for each in (one, several)]
-    else:
-        found = [run_masks(Layout(micro_size=2), each) for each in (one, several)]
+    layout = TWO_RANKS["zero2"] if split == "zero2" else Layout(micro_size=2)
+    found = [two_ranks.run_layout(run_masks, layout, each)[0] for each in (one, several)]
     assert differences(*found) == []
     assert len(differences(found[0], reference("flattened"))) > 5, "16 images teach what 8 do"
 

@@ -78,8 +78,7 @@ def differences(ours: Result, theirs: Result) -> list[str]:
     ),
 )
 def test_every_split_gives_the_same_weights(two_ranks: Ranks, balancing: str, layout: str) -> None:
-    arguments = (LAYOUTS[layout], changes(balancing), sometimes_absent)
-    ours = run_modalities(*arguments) if layout == "accumulation 1" else two_ranks(run_modalities, *arguments)[0]
+    ours = two_ranks.run_layout(run_modalities, LAYOUTS[layout], changes(balancing), sometimes_absent)[0]
     theirs = reference(balancing)
     assert ours.moved and differences(ours, theirs) == steps_too_far(ours, theirs) == []
 

@@ -19,7 +19,7 @@ from tests.parity.test_learned_masks import changes as mask_changes
 from tests.parity.test_learned_masks import differences as mask_differences
 from tests.parity.test_learned_masks import reference as mask_reference
 from tests.ranks import Ranks
-from tests.synthetic import Layout, data_group, hybrid, make_engine, run, small_config
+from tests.synthetic import Layout, hybrid, refusal, run, small_engine
 from tests.synthetic_masks import run_masks
 from trp_scale.core.engine import EngineError
 from trp_scale.engines.fsdp import zeros_on_disk
@@ -47,7 +47,7 @@ def on_disk(directory: Path) -> Layout:
 
 def mapped_bytes(layout: Layout) -> tuple[int, int]:
     """Bytes of this process's maps of files without a name, after a step; and of weights and moments that it holds."""
-    engine, _ = make_engine(layout, small_config(layout), data_group())
+    engine = small_engine(layout)
     held = sum(tensor.nbytes for piece in engine.pieces() for tensor in piece.tensors.values() if tensor.numel() > 1)
     found = 0
     for line in Path("/proc/self/maps").read_text().splitlines():
@@ -69,13 +69,6 @@ def test_a_checkpoint_on_disk_goes_on(two_ranks: Ranks, tmp_path: Path) -> None:
     walk([Layout(engine="fsdp"), on_disk(tmp_path)], tmp_path, two_ranks)
 
 
-def refusal(layout: Layout) -> str:
-    """What the layout is refused with; caught on each rank, since ranks that raise are started again."""
-    with pytest.raises(EngineError) as caught:
-        make_engine(layout, small_config(layout), data_group())
-    return str(caught.value)
-
-
 def test_a_directory_that_cannot_be_used_is_refused(two_ranks: Ranks, tmp_path: Path) -> None:
     for said in two_ranks(refusal, on_disk(tmp_path / "nowhere")):
         assert re.search(r"offload_directory .*nowhere: no file of .*\(No such file or directory\)", said)
@@ -93,7 +86,7 @@ def test_three_levels_are_the_same(two_ranks: Ranks) -> None:
 def where(layout: Layout) -> tuple[set[bool], bool]:
     """Whether FSDP2 keeps each parameter in host memory, and whether the loop waits for what is decided on the device,
     which the host's optimizer cannot read."""
-    engine, _ = make_engine(layout, small_config(layout), data_group())
+    engine = small_engine(layout)
     kept = {parameter.offload_to_cpu for parameter in engine._parameters()}  # type: ignore[attr-defined]
     engine.close()
     return kept, engine.decides_on_host
@@ -131,7 +124,7 @@ def built() -> None:
 
 
 def optimizer_of(layout: Layout) -> str:
-    engine, _ = make_engine(layout, small_config(layout), data_group())
+    engine = small_engine(layout)
     name = type(engine.layout.torch_optimizer).__name__  # type: ignore[attr-defined]
     engine.close()
     return name

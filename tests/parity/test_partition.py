@@ -191,10 +191,7 @@ def prepass_and_weighted_losses(layout: Layout, dropout: float) -> tuple[list[fl
 
 @pytest.mark.parametrize("layout", always(["plain", *TWO_RANKS], "plain", "fsdp", "zero2"))
 def test_the_prepass_sees_the_dropout_of_the_weighted_pass(two_ranks: Ranks, layout: str) -> None:
-    if layout == "plain":
-        answers = [prepass_and_weighted_losses(Layout(micro_size=4), 0.1)]
-    else:
-        answers = two_ranks(prepass_and_weighted_losses, TWO_RANKS[layout], 0.1)
-    for prepass, weighted, later in answers:
+    chosen = {"plain": Layout(micro_size=4), **TWO_RANKS}[layout]
+    for prepass, weighted, later in two_ranks.run_layout(prepass_and_weighted_losses, chosen, 0.1):
         assert prepass == weighted  # bit for bit
         assert prepass != later, "dropout is off, or the same at every step"

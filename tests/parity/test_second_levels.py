@@ -72,8 +72,7 @@ def encoder_of(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 )
 def test_every_split_gives_the_same_run(two_ranks: Ranks, level: str, engine: str) -> None:
     layout = replace(LAYOUTS[engine], micro_size=(8 if engine == "plain" else 4) // ACCUMULATION[engine])
-    arguments = (layout, changes(level, ACCUMULATION[engine]))
-    agree(run_masks(*arguments) if engine == "plain" else two_ranks(run_masks, *arguments)[0], level)
+    agree(two_ranks.run_layout(run_masks, layout, changes(level, ACCUMULATION[engine]))[0], level)
 
 
 def agree(ours: MasksResult, level: str) -> None:

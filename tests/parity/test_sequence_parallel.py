@@ -18,9 +18,8 @@ from tests.parity.test_partition import sometimes_absent
 from tests.parity.test_tensor_parallel import DROPOUT, METHODS, CutApart, changes, half_by_half
 from tests.parity.test_tensor_parallel import reference as reference_of
 from tests.ranks import Ranks
-from tests.synthetic import Layout, Result, data_group, make_engine, run, small_config
+from tests.synthetic import Layout, Result, data_group, make_engine, refusal, run, small_config
 from trp_scale.core.batch import Batch
-from trp_scale.core.engine import EngineError
 from trp_scale.pretraining.pos_bert.model import Layer
 
 pytestmark = needs_megatron
@@ -128,15 +127,10 @@ def test_a_block_keeps_half_of_what_is_not_cut(two_ranks: Ranks) -> None:
     assert cut - split == 4 * (6 * places * 32 + 4 * places) / 2
 
 
-def refusal() -> str:
-    """What a model whose last layer is its only one is refused with."""
-    with pytest.raises(EngineError) as caught:
-        run(layout(SPLIT), {"model": {"layers": 1}})
-    return str(caught.value)
-
-
 def test_a_model_without_blocks_to_split_is_refused(two_ranks: Ranks) -> None:
-    assert "BertForMaskedPositions has no blocks whose tokens can be split" in two_ranks(refusal)[0]
+    """Its last layer is its only one."""
+    said = two_ranks(refusal, layout(SPLIT), run, {"model": {"layers": 1}})[0]
+    assert "BertForMaskedPositions has no blocks whose tokens can be split" in said
 
 
 def there_and_back(count: int) -> tuple[tuple[int, ...], bool, Tensor]:

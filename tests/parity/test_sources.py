@@ -43,14 +43,14 @@ IMAGES: dict[str, dict[str, Any]] = {
 }
 
 
-def run_of_images(name: str, layout: Layout) -> Result:
+def run_of_images(layout: Layout, name: str) -> Result:
     changes = {**IMAGES[name], "data": {"path": PATH}, "training": {"steps": 5}}
     return run_images(layout, changes) if "mae" in name else run_modalities(layout, changes)
 
 
 @lru_cache
 def reference_of_images(name: str) -> Result:
-    return run_of_images(name, Layout(micro_size=2))
+    return run_of_images(Layout(micro_size=2), name)
 
 
 @lru_cache
@@ -105,7 +105,7 @@ def test_two_ranks_give_the_weights_of_one(two_ranks: Ranks, balancing: str, lay
 
 @pytest.mark.parametrize("name", IMAGES)
 def test_accumulation_of_images_changes_neither_weights_nor_task_weights(name: str) -> None:
-    whole = run_of_images(name, Layout(micro_size=8))
+    whole = run_of_images(Layout(micro_size=8), name)
     assert whole.moved and len(set(whole.steps[-1].task_weights)) > 2
     assert differences(whole, reference_of_images(name)) == []
 
@@ -115,7 +115,7 @@ def test_accumulation_of_images_changes_neither_weights_nor_task_weights(name: s
     always(product(IMAGES, ("ddp", "fsdp", "zero2", "zero3")), ("u_mae", "fsdp"), ("by_sources", "zero2")),
 )
 def test_two_ranks_give_the_image_weights_of_one(two_ranks: Ranks, name: str, layout: str) -> None:
-    ours = two_ranks(run_of_images, name, TWO_RANKS[layout])[0]
+    ours = two_ranks(run_of_images, TWO_RANKS[layout], name)[0]
     assert differences(ours, reference_of_images(name)) == []
 
 

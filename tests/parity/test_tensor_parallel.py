@@ -29,11 +29,10 @@ from tests.parity.test_modalities import reference as modality_reference
 from tests.parity.test_modalities import sometimes_absent as modality_absent
 from tests.parity.test_partition import BALANCING, MODERN, sometimes_absent
 from tests.ranks import Ranks
-from tests.synthetic import Layout, Result, run, small_config, trainer_for
+from tests.synthetic import Layout, Result, refusal, run, small_config, trainer_for
 from tests.synthetic_images import AdversarialResult, run_images
 from tests.synthetic_masks import run_masks
 from tests.synthetic_modalities import run_modalities
-from trp_scale.core.engine import EngineError
 from trp_scale.core.run import per_member_rng
 from trp_scale.models.tensor_plan import Cut
 from trp_scale.pretraining.pos_bert.model import Layer
@@ -260,16 +259,6 @@ REFUSED: list[tuple[int, dict[str, Any], str]] = [
 ]
 
 
-def refusals() -> list[str]:
-    """What each of these is refused with; in one call, since ranks that raise are started again."""
-    found = []
-    for ranks, model, _ in REFUSED:
-        with pytest.raises(EngineError) as caught:
-            run(megatron(ranks), {"model": model})
-        found.append(str(caught.value))
-    return found
-
-
-def test_what_cannot_be_cut_is_refused(two_ranks: Ranks) -> None:
-    for (_, _, expected), said in zip(REFUSED, two_ranks(refusals)[0], strict=True):
-        assert expected in said
+@pytest.mark.parametrize(("ranks", "model", "expected"), REFUSED)
+def test_what_cannot_be_cut_is_refused(two_ranks: Ranks, ranks: int, model: dict[str, Any], expected: str) -> None:
+    assert expected in two_ranks(refusal, megatron(ranks), run, {"model": model})[0]

@@ -63,9 +63,7 @@ def reference(company: str) -> AdversarialResult:
     ),
 )
 def test_every_split_gives_the_same_weights(two_ranks: Ranks, company: str, layout: str) -> None:
-    arguments = (LAYOUTS[layout], changes(company))
-    one_rank = LAYOUTS[layout].engine == "plain"
-    ours = run_images(*arguments) if one_rank else two_ranks(run_images, *arguments)[0]
+    ours = two_ranks.run_layout(run_images, LAYOUTS[layout], changes(company))[0]
     assert ours.moved and too_far(ours, reference(company)) == []
     assert steps_too_far(ours, reference(company), exact=["task_losses"]) == []
     assert all(0.0 < mine.task_losses[1] < 1.0 and mine.task_weights == (1.0, 0.5) for mine in ours.steps)
@@ -91,8 +89,7 @@ def test_it_composes_with_learned_masks(two_ranks: Ranks, level: str, layout: st
     multilevel = {**ROUNDING["multilevel"], "kind": level}
     settings = {**ROUNDING, "multilevel": multilevel, "objective": {"uniformity": 0.5}, "training": {"steps": STEPS}}
     theirs = run_masks(Layout(micro_size=2), settings)
-    arguments = (LAYOUTS[layout], settings)
-    ours = run_masks(*arguments) if layout == "accumulation 1" else two_ranks(run_masks, *arguments)[0]
+    ours = two_ranks.run_layout(run_masks, LAYOUTS[layout], settings)[0]
     assert ours.moved and too_far(ours, theirs) == []
     assert any(not theirs.network[name].equal(theirs.network_initial[name]) for name in theirs.network)
     assert steps_too_far(ours, theirs, exact=["task_losses"]) == []
