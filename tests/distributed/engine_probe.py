@@ -11,8 +11,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.synthetic import VOCABULARY, Layout, SyntheticSource, data_group, make_engine, small_config
 from trp_scale.core.batch import Batch
+from trp_scale.core.engine import Engine
+from trp_scale.core.pieces import STATE_NAMES
 from trp_scale.data.text.dataset import GROUPS
 from trp_scale.distributed.groups import ALONE
+from trp_scale.models.initialise import initial_tensor
 from trp_scale.pretraining.pos_bert.model import BertForMaskedPositions
 from trp_scale.pretraining.pos_bert.upstream import PosMaskedLanguageModelling
 
@@ -22,6 +25,29 @@ LR = 1e-3
 def equal_shares(sums: Tensor, counts: Tensor) -> Tensor:
     """The sum of the tasks' mean losses: this micro-batch's share of it."""
     return (sums / counts.clamp(min=1)).sum()
+
+
+def copy_pieces(engine: Engine) -> dict[str, Tensor]:
+    """Return this rank's weights and moments, copied, by "exp_avg:NAME@START:STOP"."""
+    return {
+        f"{kind}:{piece.name}{piece.region}": tensor.detach().clone()
+        for piece in engine.pieces()
+        for kind, tensor in piece.tensors.items()
+    }
+
+
+def written_value(kind: str, name: str, shape: tuple[int, ...]) -> Tensor:
+    """Other weights of a parameter, or moments that could be."""
+    values = initial_tensor(77, f"{kind}/{name}", shape, std=0.05)
+    return values.abs() if kind == "exp_avg_sq" else values
+
+
+def write_pieces(engine: Engine) -> None:
+    """Write `written_value` into all pieces, as after seven steps."""
+    for piece in engine.pieces():
+        for kind, tensor in piece.tensors.items():
+            tensor.copy_(piece.region.of(written_value(kind, piece.name, piece.shape)).reshape(-1))
+    engine.after_load(7)
 
 
 class Probe:
@@ -72,12 +98,7 @@ class Probe:
         return self.group.sum(sums).tolist()
 
     def state(self) -> dict[str, Tensor]:
-        """This rank's weights and moments, copied, by "exp_avg:NAME@START:STOP"."""
-        return {
-            f"{kind}:{piece.name}{piece.region}": tensor.detach().clone()
-            for piece in self.engine.pieces()
-            for kind, tensor in piece.tensors.items()
-        }
+        return copy_pieces(self.engine)
 
 
 class Reference:
@@ -99,6 +120,24 @@ class Reference:
         self.module.zero_grad()
         equal_shares(losses.sums, losses.counts).backward()  # type: ignore[no-untyped-call]
         return {name: p.grad.clone() for name, p in self.module.named_parameters() if p.grad is not None}
+
+    def adamw(self, weight_decay: float, *, written: bool = False) -> torch.optim.AdamW:
+        """torch's AdamW with the engines' settings, decay on matrices only; `written`: of the model after what
+        `write_pieces` does."""
+        parameters = dict(self.module.named_parameters())
+        groups = [
+            {"params": [p for p in parameters.values() if (p.ndim >= 2) is matrix], "weight_decay": decay}
+            for matrix, decay in ((True, weight_decay), (False, 0.0))
+        ]
+        optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.999), eps=1e-6)
+        for name, parameter in parameters.items() if written else ():
+            values = {kind: written_value(kind, name, tuple(parameter.shape)) for kind in ("weight", *STATE_NAMES)}
+            parameter.data.copy_(values.pop("weight"))
+            optimizer.state[parameter] = {"step": torch.tensor(7.0), **values}
+        return optimizer
+
+    def weights(self) -> dict[str, Tensor]:
+        return {name: parameter.detach().clone() for name, parameter in self.module.named_parameters()}
 
     def gradient_norm(self, number: int) -> float:
         return math.sqrt(sum(float(each.double().square().sum()) for each in self.gradients(number).values()))

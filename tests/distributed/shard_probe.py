@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.distributed.engine_probe import copy_pieces
 from tests.synthetic import Layout, data_group
 from tests.synthetic_images import CROPS, PATCH, PATCHES, VISIBLE, SyntheticImages, image_config, make_image_engine
 from trp_scale.config import Config
@@ -84,12 +85,7 @@ class ShardProbe:
         return float(self.group.sum(torch.tensor(total, dtype=torch.float64)))
 
     def state(self) -> Named:
-        """This rank's weights and moments, copied."""
-        return {
-            f"{kind}:{piece.name}{piece.region}": tensor.detach().clone()
-            for piece in self.engine.pieces()
-            for kind, tensor in piece.tensors.items()
-        }
+        return copy_pieces(self.engine)
 
     def whole(self, vector: Shards) -> Named:
         """A vector's parts of all ranks, joined by parameter, on every rank."""

@@ -13,12 +13,11 @@ from torch import Tensor
 
 from tests.checkpoints import unequal
 from tests.distributed.engine_layouts import AND_SHARED_MOMENTS, LAYOUTS, on_each_rank_once
-from tests.distributed.engine_probe import LR, CountsReductions, Probe, Reference
+from tests.distributed.engine_probe import LR, CountsReductions, Probe, Reference, write_pieces
 from tests.grids import always
 from tests.ranks import Ranks
 from tests.synthetic import Layout
 from trp_scale.core.pieces import Region
-from trp_scale.models.initialise import initial_tensor
 
 STATES = ("weight", "exp_avg", "exp_avg_sq")
 every_engine = pytest.mark.parametrize("name", [*always(LAYOUTS, "plain", "ddp", "fsdp", "zero3"), AND_SHARED_MOMENTS])
@@ -59,12 +58,6 @@ class Seen:
 
 def listed(probe: Probe) -> list[tuple[str, tuple[int, ...], Region, bool, tuple[str, ...]]]:
     return [(p.name, p.shape, p.region, p.owner, tuple(sorted(p.tensors))) for p in probe.engine.pieces()]
-
-
-def written_value(kind: str, name: str, shape: tuple[int, ...]) -> Tensor:
-    """Weights, or moments that could be, of a parameter; flat."""
-    values = initial_tensor(77, f"{kind}/{name}", shape, std=0.05).flatten()
-    return values.abs() if kind == "exp_avg_sq" else values
 
 
 def skip(probe: Probe, number: int, factor: float = 1.0) -> tuple[float, float]:
@@ -132,11 +125,7 @@ def see_second(layout: Layout, seen: Seen) -> None:
         seen.steps.append(probe.engine.optimizer_steps())
     seen.pieces.append(listed(probe))
     seen.disturbed = probe.state()
-    for piece in probe.engine.pieces():
-        for kind, tensor in piece.tensors.items():
-            whole = written_value(kind, piece.name, piece.shape).view(piece.shape)
-            tensor.copy_(piece.region.of(whole).reshape(-1))
-    probe.engine.after_load(7)
+    write_pieces(probe.engine)
     seen.steps.append(probe.engine.optimizer_steps())
     seen.looks, seen.written = probe.look(1), probe.engine.full_weights()
     probe.step(1)
@@ -180,26 +169,17 @@ def test_pieces_cover_every_element_once_in_one_order(two_ranks: Ranks, name: st
 @every_engine
 def test_what_is_written_into_pieces_is_what_the_next_forward_and_step_use(two_ranks: Ranks, name: str) -> None:
     reference = Reference()
-    parameters = dict(reference.module.named_parameters())
-    optimizer = torch.optim.AdamW(
-        [{"params": [p for p in parameters.values() if (p.ndim >= 2) is matrix]} for matrix in (True, False)],
-        lr=LR, betas=(0.9, 0.999), eps=1e-6, weight_decay=0.01,
-    )  # fmt: skip
-    optimizer.param_groups[1]["weight_decay"] = 0.0
-    for key, parameter in parameters.items():
-        values = {kind: written_value(kind, key, tuple(parameter.shape)).view(parameter.shape) for kind in STATES}
-        parameter.data.copy_(values.pop("weight"))
-        optimizer.state[parameter] = {"step": torch.tensor(7.0), **values}
-    losses, written = reference.look(1), {key: p.detach().clone() for key, p in parameters.items()}
+    optimizer = reference.adamw(0.01, written=True)
+    losses, written = reference.look(1), reference.weights()
     reference.gradients(1)
     optimizer.step()
+    end = reference.weights()
     first, *others = on_each_rank_once(two_ranks, name, see)
     for seen in (first, *others):
         assert seen.looks == pytest.approx(losses, rel=1e-5)
+    assert unequal(first.written, written) == []
     for key, value in written.items():
-        assert torch.equal(first.written[key], value), key
-        way = (parameters[key] - value).norm()
-        assert (first.later[key] - parameters[key]).norm() < 1e-4 * way, key
+        assert (first.later[key] - end[key]).norm() < 1e-4 * (end[key] - value).norm(), key
 
 
 @every_engine
@@ -239,11 +219,8 @@ def test_train_false_turns_dropout_off(two_ranks: Ranks, name: str) -> None:
 @every_engine
 def test_full_weights_are_whole_and_on_rank_0_only(two_ranks: Ranks, name: str) -> None:
     first, *others = on_each_rank_once(two_ranks, name, see)
-    expected = dict(Reference().module.named_parameters())
-    assert first.weights.keys() == expected.keys()
-    for key, value in expected.items():
-        assert first.weights[key].dtype == torch.float32 and first.weights[key].device.type == "cpu"
-        assert torch.equal(first.weights[key], value), key
+    assert unequal(first.weights, Reference().weights()) == []
+    assert {(value.dtype, value.device.type) for value in first.weights.values()} == {(torch.float32, "cpu")}
     assert [seen.weights for seen in others] == ([] if name == "plain" else [{}])
 
 

@@ -16,13 +16,11 @@ from torch import Tensor
 
 from tests.checkpoints import unequal
 from tests.distributed.engine_layouts import fp16_layout, fp16_on_a_cpu
-from tests.distributed.engine_probe import LR, Probe, Reference
+from tests.distributed.engine_probe import LR, Probe, Reference, write_pieces
 from tests.grids import always
 from tests.ranks import Ranks
 from tests.synthetic import Layout, small_config, trainer_for
-from trp_scale.models.initialise import initial_tensor
 
-STATES = ("weight", "exp_avg", "exp_avg_sq")
 SCALE = 2.0**8
 every_stage = pytest.mark.parametrize("stage", always([0, 1, 2, 3], 3))
 
@@ -31,25 +29,12 @@ def probe_in_fp16(layout: Layout) -> Probe:
     return Probe(layout, training={"precision": "fp16"}, optimizer={"weight_decay": 0.1, "clipping": 1.0})
 
 
-def adamw_of(reference: Reference, state: dict[str, dict[str, Tensor]] | None = None) -> torch.optim.AdamW:
-    """torch's AdamW with the probe's settings, decay on matrices only."""
-    parameters = dict(reference.module.named_parameters())
-    groups = [
-        {"params": [p for p in parameters.values() if (p.ndim >= 2) is matrix], "weight_decay": 0.1 if matrix else 0.0}
-        for matrix in (True, False)
-    ]
-    optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.999), eps=1e-6)
-    for name, values in (state or {}).items():
-        optimizer.state[parameters[name]] = {"step": torch.tensor(7.0), **values}
-    return optimizer
-
-
 def clipped_step(reference: Reference, optimizer: torch.optim.Optimizer, number: int) -> dict[str, Tensor]:
     """The reference's weights after a step with gradients clipped at 1."""
     reference.gradients(number)
     torch.nn.utils.clip_grad_norm_(reference.module.parameters(), 1.0)
     optimizer.step()
-    return {name: parameter.detach() for name, parameter in reference.module.named_parameters()}
+    return reference.weights()
 
 
 def apart(ours: dict[str, Tensor], theirs: dict[str, Tensor], start: dict[str, Tensor]) -> float:
@@ -112,10 +97,7 @@ def see(layout: Layout) -> Seen:
         seen.same_losses = probe.look(3) == losses
         seen.next_norm = probe.skip(2)
         probe.engine.create_optimizer_state()
-        for piece in probe.engine.pieces():
-            for kind, tensor in piece.tensors.items():
-                tensor.copy_(piece.region.of(written(kind, piece.name, piece.shape)))
-        probe.engine.after_load(7)
+        write_pieces(probe.engine)
         seen.looks, seen.written = probe.look(1), probe.engine.full_weights()
         probe.step(1)
         seen.later = probe.engine.full_weights()
@@ -147,32 +129,21 @@ def test_the_first_step_is_that_of_fp32_from_the_same_weights(two_ranks: Ranks, 
         assert seen.norm == pytest.approx(Reference().gradient_norm(0), rel=5e-3)
     reference = Reference()
     with torch.no_grad():
-        for name, parameter in reference.module.named_parameters():
+        for parameter in reference.module.parameters():
             parameter.copy_(parameter.half())
-            assert torch.equal(first.start[name], parameter), name
-    assert apart(first.end, clipped_step(reference, adamw_of(reference), 0), first.start) < 0.1
-
-
-def written(kind: str, name: str, shape: tuple[int, ...]) -> Tensor:
-    values = initial_tensor(77, f"{kind}/{name}", shape, std=0.05)
-    return values.abs() if kind == "exp_avg_sq" else values
+    assert unequal(first.start, reference.weights()) == []
+    assert apart(first.end, clipped_step(reference, reference.adamw(0.1), 0), first.start) < 0.1
 
 
 @every_stage
 def test_what_is_written_into_pieces_is_what_the_next_forward_and_step_use(two_ranks: Ranks, stage: int) -> None:
     first, second = seen_on(two_ranks, stage)
     reference = Reference()
-    parameters = dict(reference.module.named_parameters())
-    values = {name: {kind: written(kind, name, tuple(p.shape)) for kind in STATES} for name, p in parameters.items()}
-    with torch.no_grad():
-        for name, parameter in parameters.items():
-            parameter.copy_(values[name].pop("weight"))
-    start = {name: parameter.detach().clone() for name, parameter in parameters.items()}
-    losses = reference.look(1)
-    end = clipped_step(reference, adamw_of(reference, values), 1)
+    optimizer = reference.adamw(0.1, written=True)
+    start, losses = reference.weights(), reference.look(1)
+    end = clipped_step(reference, optimizer, 1)
     assert first.looks == second.looks == pytest.approx(losses, rel=1e-2)
-    for name, value in start.items():
-        assert torch.equal(first.written[name], value), f"{name}: the fp32 master weights are what was written"
+    assert unequal(first.written, start) == [], "the fp32 master weights are what was written"
     assert apart(first.later, end, start) < 1e-2
 
 

@@ -56,14 +56,15 @@ def too_far(ours: Result, reference: Result, *, skip_key_biases: bool = True) ->
     ]
 
 
-def steps_too_far(ours: Result, theirs: Result, *, exact: Sequence[str] = ("loss", "task_weights")) -> list[str]:
+def steps_too_far(
+    ours: Result, theirs: Result, *, names: Sequence[str] = ("loss", "task_weights", "grad_norm")
+) -> list[str]:
     """The steps whose values differ by more than rounding, in words: 1e-5 of these values, 1e-4 of the gradient's norm,
     whose squares are summed."""
-    assert len(ours.steps) == len(theirs.steps)
     return [
         f"{name} of step {step}"
         for step, (mine, other) in enumerate(zip(ours.steps, theirs.steps, strict=True))
-        for name in (*exact, "grad_norm")
+        for name in names
         if getattr(mine, name)
         != pytest.approx(getattr(other, name), rel=1e-4 if name == "grad_norm" else 1e-5, abs=1e-9)
     ]

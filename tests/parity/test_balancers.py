@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tests.grids import always
-from tests.parity.compare import RELATIVE, too_far
+from tests.parity.compare import RELATIVE, steps_too_far, too_far
 from tests.parity.test_partition import sometimes_absent
 from tests.ranks import Ranks
 from tests.synthetic import TWO_RANKS, Layout, Result, small_config, trainer_for
@@ -69,10 +69,7 @@ def differences(ours: tuple[Result, dict[str, Any]], balancing: str) -> list[str
         if not torch.allclose(value, expected.pop(name), rtol=RELATIVE, atol=1e-9, equal_nan=True):
             found.append(f"state {name}")
     found += [f"no state {name}" for name in expected]
-    for step, (mine, other) in enumerate(zip(ours[0].steps, theirs[0].steps, strict=True)):
-        if mine.task_weights != pytest.approx(other.task_weights, rel=RELATIVE, abs=1e-9):
-            found.append(f"task weights of step {step}")
-    return found
+    return found + steps_too_far(ours[0], theirs[0], names=["task_weights"])
 
 
 @pytest.mark.parametrize("balancing", always(BALANCING, "kendall"))
@@ -119,4 +116,4 @@ def run_with_wrong_norms(layout: Layout, balancing: str) -> tuple[Result, dict[s
 def test_norms_taken_before_the_reduction_would_be_seen(two_ranks: Ranks) -> None:
     ours = two_ranks(run_with_wrong_norms, TWO_RANKS["fsdp"], "weights")[0]
     found = differences(ours, "weights")
-    assert {"state task_weights", "task weights of step 1"} <= set(found) and len(found) > 10
+    assert {"state task_weights", "task_weights of step 1"} <= set(found) and len(found) > 10

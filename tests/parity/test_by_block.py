@@ -4,21 +4,18 @@ sorted by block (plan.ByBlock)."""
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.distributed.test_resume import RUNS
 from tests.parity.compare import RELATIVE, without_gradient
 from tests.ranks import Ranks
-from tests.runs import flags, image_flags, lines, pretrain_here
+from tests.runs import lines, pretrain_here
 from trp_scale.checkpoint.format import read_full_state
 from trp_scale.checkpoint.run_directory import checkpoint_path
-
-RUNS: dict[str, Callable[..., list[str]]] = {"pos_bert_tiny": flags, "adpe_tiny": partial(image_flags, "adpe_tiny")}
 
 
 def on_a_machine_of_its_own(arguments: list[str]) -> tuple[int, bool]:

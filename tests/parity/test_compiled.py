@@ -108,7 +108,8 @@ def test_masks_that_are_learned(how: str, variant: str) -> None:
     """Differences of losses at moved weights, and steps on a second source."""
     changes = with_compile(test_learned_masks.changes(variant), how)
     found, graphs = traced(lambda: run_masks(Layout(micro_size=2), changes))
-    assert graphs > 0 and test_learned_masks.differences(found, test_learned_masks.reference(variant)) == []
+    assert graphs > 0
+    test_learned_masks.agree(found, variant)
 
 
 @pytest.mark.exhaustive  # tests/unit/methods/balancing/test_gradnorm.py compiles a model with taps

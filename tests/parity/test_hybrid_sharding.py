@@ -19,13 +19,8 @@ from tests.checkpoints import unequal
 from tests.distributed.shard_probe import Double, ShardProbe, largest_difference
 from tests.distributed.test_checkpoint_engines import walk
 from tests.grids import always
+from tests.parity import test_balancers, test_learned_masks
 from tests.parity.compare import RELATIVE, TRAVELLED, steps_too_far, too_far
-from tests.parity.test_balancers import differences as balancer_differences
-from tests.parity.test_balancers import run as run_balancer
-from tests.parity.test_balancers import tensors
-from tests.parity.test_learned_masks import changes as mask_changes
-from tests.parity.test_learned_masks import differences as mask_differences
-from tests.parity.test_learned_masks import reference as mask_reference
 from tests.ranks import Ranks
 from tests.synthetic import Layout, Result, hybrid, refusal, run, small_config, small_engine, trainer_for
 from tests.synthetic_images import run_images
@@ -102,17 +97,15 @@ def hpz_groups() -> tuple[bool, ...]:
 
 @pytest.mark.exhaustive
 def test_a_balancer_of_gradient_norms_is_the_same(four_ranks: Ranks) -> None:
-    first, *others = four_ranks(run_balancer, TWO_BY_TWO, "weights")
-    assert balancer_differences(first, "weights") == []
+    first, *others = four_ranks(test_balancers.run, TWO_BY_TWO, "weights")
+    assert test_balancers.differences(first, "weights") == []
     for _, state in others:
-        assert unequal(*(dict(tensors(each)) for each in (state, first[1]))) == []
+        assert unequal(*(dict(test_balancers.tensors(each)) for each in (state, first[1]))) == []
 
 
 @pytest.mark.exhaustive
 def test_three_levels_are_the_same(four_ranks: Ranks) -> None:
-    ours = four_ranks(run_masks, TWO_BY_TWO, mask_changes("patchwise"))[0]
-    assert ours.moved
-    assert mask_differences(ours, mask_reference("patchwise")) == []
+    test_learned_masks.agree(four_ranks(run_masks, TWO_BY_TWO, test_learned_masks.changes("patchwise"))[0], "patchwise")
 
 
 def held(layout: Layout) -> tuple[dict[str, Tensor], dict[str, tuple[int, bool]], bool]:

@@ -111,6 +111,10 @@ def differences(ours: MasksResult, theirs: MasksResult) -> list[str]:
     return found
 
 
+def agree(ours: MasksResult, variant: str) -> None:
+    assert ours.moved and differences(ours, reference(variant)) == []
+
+
 CASES = [(name, each) for name, (_, own) in SPLITS.items() for each in own]
 KEPT = [
     *((name, own[number % len(own)]) for number, (name, (_, own)) in enumerate(SPLITS.items())),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from itertools import product
 from typing import Any
@@ -53,10 +54,15 @@ def changes(balancing: str) -> dict[str, Any]:
     }
 
 
+def arguments(balancing: str) -> tuple[dict[str, Any], Callable[[int], Absent]]:
+    """Arguments of a run after its layout."""
+    return changes(balancing), sometimes_absent
+
+
 @lru_cache
 def reference(balancing: str) -> Result:
     """Plain, accumulation 4."""
-    return run_modalities(Layout(micro_size=2), changes(balancing), sometimes_absent)
+    return run_modalities(Layout(micro_size=2), *arguments(balancing))
 
 
 def differences(ours: Result, theirs: Result) -> list[str]:
@@ -69,6 +75,11 @@ def differences(ours: Result, theirs: Result) -> list[str]:
     ]
 
 
+def agree(ours: Result, balancing: str) -> None:
+    theirs = reference(balancing)
+    assert ours.moved and differences(ours, theirs) == steps_too_far(ours, theirs) == []
+
+
 @pytest.mark.parametrize(
     ("balancing", "layout"),
     always(
@@ -78,9 +89,7 @@ def differences(ours: Result, theirs: Result) -> list[str]:
     ),
 )
 def test_every_split_gives_the_same_weights(two_ranks: Ranks, balancing: str, layout: str) -> None:
-    ours = two_ranks.run_layout(run_modalities, LAYOUTS[layout], changes(balancing), sometimes_absent)[0]
-    theirs = reference(balancing)
-    assert ours.moved and differences(ours, theirs) == steps_too_far(ours, theirs) == []
+    agree(two_ranks.run_layout(run_modalities, LAYOUTS[layout], *arguments(balancing))[0], balancing)
 
 
 FOUR = {"inputs": ["rgb", "depth", "semseg", "normals"], "outputs": ["rgb", "depth", "semseg", "normals"]}

@@ -13,11 +13,9 @@ from deepspeed.ops.op_builder import CPUAdamBuilder
 
 from tests.distributed.test_checkpoint_engines import walk
 from tests.grids import always
+from tests.parity import test_learned_masks
 from tests.parity.compare import too_far
 from tests.parity.test_hybrid_sharding import RUNS, reference
-from tests.parity.test_learned_masks import changes as mask_changes
-from tests.parity.test_learned_masks import differences as mask_differences
-from tests.parity.test_learned_masks import reference as mask_reference
 from tests.ranks import Ranks
 from tests.synthetic import Layout, hybrid, refusal, run, small_engine
 from tests.synthetic_masks import run_masks
@@ -78,9 +76,7 @@ def test_a_directory_that_cannot_be_used_is_refused(two_ranks: Ranks, tmp_path: 
 
 @pytest.mark.exhaustive
 def test_three_levels_are_the_same(two_ranks: Ranks) -> None:
-    ours = two_ranks(run_masks, OFFLOADED, mask_changes("patchwise"))[0]
-    assert ours.moved
-    assert mask_differences(ours, mask_reference("patchwise")) == []
+    test_learned_masks.agree(two_ranks(run_masks, OFFLOADED, test_learned_masks.changes("patchwise"))[0], "patchwise")
 
 
 def where(layout: Layout) -> tuple[set[bool], bool]:

@@ -12,15 +12,9 @@ import torch
 from tests.distributed.engine_layouts import needs_megatron
 from tests.distributed.test_precision import LOSSES, TRAVELLED, apart
 from tests.grids import always
+from tests.parity import test_learned_masks, test_modalities, test_second_levels
 from tests.parity.compare import kept_bytes, steps_too_far
-from tests.parity.test_learned_masks import changes as masks_changes
-from tests.parity.test_learned_masks import differences as masks_differences
-from tests.parity.test_learned_masks import reference as masks_reference
 from tests.parity.test_modalities import BALANCING, differences, sometimes_absent
-from tests.parity.test_modalities import changes as modality_changes
-from tests.parity.test_second_levels import LEVELS
-from tests.parity.test_second_levels import agree as levels_agree
-from tests.parity.test_second_levels import changes as level_changes
 from tests.parity.test_sequence_parallel import CUT, SPLIT, layout
 from tests.parity.test_tensor_parallel import IMAGES, image_differences
 from tests.ranks import Ranks
@@ -43,7 +37,7 @@ def test_two_ranks_that_split_tokens_give_the_autoencoder_and_the_adversary_of_o
 
 def modalities(balancing: str) -> dict[str, Any]:
     """8 of 27 tokens are visible, and each decoder has 9 places."""
-    found = modality_changes(balancing)
+    found = test_modalities.changes(balancing)
     return {**found, "modalities": {**found["modalities"], "visible_tokens": 8}, "crops": {"size": 12}}
 
 
@@ -63,17 +57,16 @@ def test_two_ranks_that_split_tokens_give_the_multi_modal_autoencoder_of_one(two
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", test_second_levels.LEVELS)
 def test_two_ranks_that_split_tokens_learn_the_masks_of_one(two_ranks: Ranks, level: str) -> None:
     """The masking network is whole, with all its tokens; a second encoder's are split."""
-    levels_agree(two_ranks(run_masks, layout(SPLIT), level_changes(level, 4))[0], level)
+    test_second_levels.agree(two_ranks(run_masks, layout(SPLIT), test_second_levels.changes(level, 4))[0], level)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("variant", ["flattened", "look ahead"])
 def test_two_ranks_that_split_tokens_learn_masks_by_a_head_too(two_ranks: Ranks, variant: str) -> None:
-    ours = two_ranks(run_masks, layout(SPLIT), masks_changes(variant))[0]
-    assert ours.moved and masks_differences(ours, masks_reference(variant)) == []
+    test_learned_masks.agree(two_ranks(run_masks, layout(SPLIT), test_learned_masks.changes(variant))[0], variant)
 
 
 @pytest.mark.exhaustive

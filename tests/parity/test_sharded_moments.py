@@ -15,10 +15,8 @@ from tests.distributed.engine_layouts import needs_megatron
 from tests.distributed.test_checkpoint_engines import walk
 from tests.distributed.test_precision import LOSSES, TRAVELLED, apart
 from tests.grids import always
-from tests.parity.compare import too_far
-from tests.parity.test_learned_masks import changes as masks_changes
-from tests.parity.test_learned_masks import differences as masks_differences
-from tests.parity.test_learned_masks import reference as masks_reference
+from tests.parity import test_learned_masks
+from tests.parity.compare import steps_too_far, too_far
 from tests.parity.test_partition import sometimes_absent
 from tests.ranks import Ranks
 from tests.synthetic import Layout, Result, run, small_config, trainer_for
@@ -56,9 +54,7 @@ def reference(kind: str) -> Result:
 def test_two_halves_of_the_rows_are_the_whole_update(two_ranks: Ranks, kind: str) -> None:
     ours = two_ranks(run, sharded(1), KINDS[kind], sometimes_absent)[0]
     assert ours.moved
-    assert too_far(ours, reference(kind)) == []
-    for mine, other in zip(ours.steps, reference(kind).steps, strict=True):
-        assert mine.grad_norm == pytest.approx(other.grad_norm, rel=1e-4)
+    assert too_far(ours, reference(kind)) == steps_too_far(ours, reference(kind), names=["grad_norm"]) == []
 
 
 @pytest.mark.exhaustive
@@ -89,14 +85,12 @@ def test_bf16_weights_and_gradients_follow_plain(two_ranks: Ranks) -> None:
 @pytest.mark.parametrize("variant", always(["flattened", "look ahead", "softsort"], "flattened"))
 def test_masks_are_learned_from_shared_rows(two_ranks: Ranks, variant: str) -> None:
     """Finite differences move rows on the rank that has them; forwards read all of them."""
-    ours = two_ranks(run_masks, sharded(1), masks_changes(variant))[0]
-    assert ours.moved and masks_differences(ours, masks_reference(variant)) == []
+    test_learned_masks.agree(two_ranks(run_masks, sharded(1), test_learned_masks.changes(variant))[0], variant)
 
 
 @pytest.mark.exhaustive
 def test_masks_are_learned_on_four_ranks(four_ranks: Ranks) -> None:
-    ours = four_ranks(run_masks, sharded(2), masks_changes("flattened"))[0]
-    assert masks_differences(ours, masks_reference("flattened")) == []
+    test_learned_masks.agree(four_ranks(run_masks, sharded(2), test_learned_masks.changes("flattened"))[0], "flattened")
 
 
 def validated(layout: Layout) -> dict[str, Tensor]:

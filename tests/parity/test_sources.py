@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.grids import always
-from tests.parity.compare import RELATIVE
+from tests.parity.compare import steps_too_far
 from tests.parity.test_modalities import differences as weight_differences
 from tests.ranks import Ranks
 from tests.synthetic import SOURCES, TWO_RANKS, Layout, Result, row_source, run, small_config, trainer_for
@@ -60,11 +60,7 @@ def reference(balancing: str, tasks: str) -> Result:
 
 
 def differences(ours: Result, theirs: Result) -> list[str]:
-    found = weight_differences(ours, theirs)
-    for step, (mine, other) in enumerate(zip(ours.steps, theirs.steps, strict=True)):
-        if mine.task_weights != pytest.approx(other.task_weights, rel=RELATIVE, abs=1e-9):
-            found.append(f"task weights of step {step}")
-    return found
+    return [*weight_differences(ours, theirs), *steps_too_far(ours, theirs, names=["task_weights"])]
 
 
 def test_the_sums_of_sources_add_up_to_those_of_parts_of_speech() -> None:

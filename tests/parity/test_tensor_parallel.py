@@ -15,18 +15,8 @@ from torch import Tensor
 from tests.distributed.engine_layouts import needs_megatron
 from tests.distributed.test_precision import LOSSES, TRAVELLED, apart
 from tests.grids import always
+from tests.parity import test_adversary, test_learned_masks, test_modalities
 from tests.parity.compare import steps_too_far, too_far
-from tests.parity.test_adversary import KINDS
-from tests.parity.test_adversary import changes as adversary_changes
-from tests.parity.test_adversary import differences as adversary_differences
-from tests.parity.test_learned_masks import changes as masks_changes
-from tests.parity.test_learned_masks import differences as masks_differences
-from tests.parity.test_learned_masks import reference as masks_reference
-from tests.parity.test_modalities import BALANCING as MODALITY_BALANCING
-from tests.parity.test_modalities import changes as modality_changes
-from tests.parity.test_modalities import differences as modality_differences
-from tests.parity.test_modalities import reference as modality_reference
-from tests.parity.test_modalities import sometimes_absent as modality_absent
 from tests.parity.test_partition import BALANCING, MODERN, sometimes_absent
 from tests.ranks import Ranks
 from tests.synthetic import Layout, Result, refusal, run, small_config, trainer_for
@@ -159,17 +149,16 @@ def test_packed_matrices_of_modern_encoders_are_cut_by_parts(two_ranks: Ranks) -
 @pytest.mark.parametrize("variant", always(["flattened", "patchwise", "softsort", "look ahead"], "flattened"))
 def test_two_ranks_learn_the_masks_of_one(two_ranks: Ranks, variant: str) -> None:
     """The masking network is small, and each rank holds it whole."""
-    ours = two_ranks(run_masks, LAYOUTS["2"], masks_changes(variant))[0]
-    assert ours.moved and masks_differences(ours, masks_reference(variant)) == []
+    test_learned_masks.agree(two_ranks(run_masks, LAYOUTS["2"], test_learned_masks.changes(variant))[0], variant)
 
 
 IMAGES: dict[str, dict[str, Any]] = {
-    "MAE+": {**adversary_changes("none"), "adversary": {"kind": "none"}},
+    "MAE+": {**test_adversary.changes("none"), "adversary": {"kind": "none"}},
     "MAE": {"adversary": {"kind": "none"}, "vision": {"tokens": "visible", "positions": "absolute"}},
-    **{kind: adversary_changes(kind) for kind in KINDS},
-    "per_bucket": adversary_changes("relative_embedding", scope="per_bucket"),
-    "value": adversary_changes("relative_embedding", scope="value"),
-    "sequential": adversary_changes("relative_coordinate", update="sequential"),
+    **{kind: test_adversary.changes(kind) for kind in test_adversary.KINDS},
+    "per_bucket": test_adversary.changes("relative_embedding", scope="per_bucket"),
+    "value": test_adversary.changes("relative_embedding", scope="value"),
+    "sequential": test_adversary.changes("relative_coordinate", update="sequential"),
     "linear decoder": {"adversary": {"kind": "none"}, "vision": {"decoder": "linear"}},
     "U-MAE": {"adversary": {"kind": "none"}, "objective": {"uniformity": 0.01}},
 }
@@ -183,7 +172,7 @@ def image_reference(name: str) -> AdversarialResult:
 
 def image_differences(ours: AdversarialResult, name: str) -> list[str]:
     theirs = image_reference(name)
-    return too_far(ours, theirs) if theirs.vector is None else adversary_differences(ours, theirs)
+    return too_far(ours, theirs) if theirs.vector is None else test_adversary.differences(ours, theirs)
 
 
 @pytest.mark.parametrize("name", always(IMAGES, "relative_coordinate"))
@@ -195,19 +184,23 @@ def test_two_ranks_give_the_masked_autoencoder_and_the_adversary_of_one(two_rank
 
 
 @pytest.mark.exhaustive  # tests/parity/test_sequence_parallel_images.py splits the tokens, too
-@pytest.mark.parametrize("balancing", MODALITY_BALANCING)
+@pytest.mark.parametrize("balancing", test_modalities.BALANCING)
 def test_two_ranks_give_the_multi_modal_autoencoder_of_one(two_ranks: Ranks, balancing: str) -> None:
-    ours = two_ranks(run_modalities, LAYOUTS["2"], modality_changes(balancing), modality_absent)[0]
-    theirs = modality_reference(balancing)
-    assert ours.moved and modality_differences(ours, theirs) == steps_too_far(ours, theirs) == []
+    ours = two_ranks(
+        run_modalities, LAYOUTS["2"], test_modalities.changes(balancing), test_modalities.sometimes_absent
+    )[0]
+    theirs = test_modalities.reference(balancing)
+    assert ours.moved and test_modalities.differences(ours, theirs) == steps_too_far(ours, theirs) == []
 
 
 @pytest.mark.exhaustive
 def test_four_ranks_cut_images_matrices_and_split_the_batch(four_ranks: Ranks) -> None:
     for name in ("relative_coordinate", "relative_embedding"):
         assert image_differences(four_ranks(run_images, LAYOUTS["2"], IMAGES[name])[0], name) == []
-    ours = four_ranks(run_modalities, LAYOUTS["2"], modality_changes("gradnorm"), modality_absent)[0]
-    assert modality_differences(ours, modality_reference("gradnorm")) == []
+    ours = four_ranks(
+        run_modalities, LAYOUTS["2"], test_modalities.changes("gradnorm"), test_modalities.sometimes_absent
+    )[0]
+    assert test_modalities.differences(ours, test_modalities.reference("gradnorm")) == []
 
 
 def elements_and_copies(layout: Layout) -> tuple[int, int, bool]:
