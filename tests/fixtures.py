@@ -29,23 +29,13 @@ def small_text_config(source: Path, output: Path, **changes: Any) -> ShardTextCo
     return replace(config, **changes)
 
 
-def small_text_dataset(
-    directory: Path,
-    length: int = 64,
-    characters: int = 80_000,
-    vocab_size: int = 1000,
-    rows_per_block: int = 16,
-    shard_bytes: int = 20_000,
-    pack: bool = False,
-) -> Path:
+def small_text_dataset(directory: Path, characters: int = 80_000, **changes: Any) -> Path:
     """Write a data set of a few hundred rows in several shards and blocks, always the same; takes about 3 s.
 
     Args:
-        directory: the data set's directory; its input is written beside it.
+        directory: the data set's directory, which is returned; its input is written beside it.
         characters: how much text is taken.
-
-    Returns:
-        `directory`.
+        changes: of `small_text_config`.
     """
     source = directory.with_name(f"{directory.name}.jsonl")
     source.parent.mkdir(parents=True, exist_ok=True)
@@ -57,8 +47,7 @@ def small_text_dataset(
         if left <= 0:
             break
     source.write_text("".join(lines), encoding="utf-8")
-    changes = {"length": length, "vocab_size": vocab_size, "rows_per_block": rows_per_block}
-    return shard_text(small_text_config(source, directory, **changes, shard_bytes=shard_bytes, pack=pack))
+    return shard_text(small_text_config(source, directory, **changes))
 
 
 def small_image_config(output: Path, **changes: Any) -> ShardImagesConfig:
@@ -94,19 +83,10 @@ def copy_dataset(source: Path, target: Path, **changes: Any) -> Path:
     return target
 
 
-def small_image_dataset(
-    directory: Path,
-    count: int = 96,
-    size: int = 32,
-    rows_per_block: int = 8,
-    samples_per_shard: int = 32,
-    seed: int = 0,
-) -> Path:
-    """Write `count` rendered scenes of size x size pixels in shards of 32, order-blocks of 8; takes about 1 s.
-
-    small_image_dataset(directory, count=96, size=32, rows_per_block=8, samples_per_shard=32, seed=0) -> directory
+def small_image_dataset(directory: Path, **changes: Any) -> Path:
+    """Write 96 rendered scenes of 32 x 32 pixels in shards of 32, order-blocks of 8, into `directory`, which is
+    returned; takes about 1 s.
 
     Members of each sample: jpg, cls (eight classes, number % 8), depth.png, semseg.png.
     """
-    changes = {"count": count, "size": size, "seed": seed, "rows_per_block": rows_per_block}
-    return shard_images(small_image_config(directory, **changes, samples_per_shard=samples_per_shard))
+    return shard_images(small_image_config(directory, **changes))

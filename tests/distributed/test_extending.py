@@ -143,16 +143,8 @@ def seen_twice(modules: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
             path.parent.mkdir(parents=True, exist_ok=True)
             picture.save(path)
     output, module = directory / "data", ["--module", str(modules / "infrared.py")]
-    given = [
-        "--modality",
-        f"infrared={directory / 'infrared'}",
-        "--infrared.unseen",
-        "255",
-        "--rows_per_block",
-        "4",
-        "--samples_per_shard",
-        "16",
-    ]
+    given = ["--modality", f"infrared={directory / 'infrared'}"]
+    given += ["--infrared.unseen", "255", "--rows_per_block", "4", "--samples_per_shard", "16"]
     inputs = ["--inputs", str(directory / "photographs"), "--output", str(output), "--processes", "2"]
     assert cli.main(["shard-images", *inputs, *given, *module]) == 0
     assert cli.main(["verify", str(output), *module]) == 0

@@ -21,9 +21,8 @@ import pytest
 from PIL import Image
 
 from tests.commands import PRETRAIN, ROOT, Command, script_place
-from tests.documents.pages import read
+from tests.documents.pages import COMMANDS, read
 from tests.ranks import Ranks, free_port
-from tests.readme import COMMANDS
 from tests.runs import environment, lines
 from tests.small_commands import LONGER, STEPS, made_small, run_here, write_inputs
 

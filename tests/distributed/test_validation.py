@@ -1,4 +1,5 @@
-"""Validation is over the whole held-out split, without dropout, the same on all layouts, and no part of training."""
+"""Validation is over the whole held-out split, without dropout, the same on all layouts, and no part of training. So
+are probes while an encoder trains."""
 
 from __future__ import annotations
 
@@ -12,9 +13,10 @@ from tests.checkpoints import stored_state, unequal
 from tests.distributed.engine_layouts import ENGINE_FLAGS, on_each_rank
 from tests.grids import always
 from tests.ranks import Ranks
-from tests.runs import essence, flags, lines, pretrain_here
+from tests.runs import essence, flags, image_flags, lines, pretrain_here
 from tests.synthetic import Layout
 from tests.unit.data.loaded import table_of
+from tests.unit.evaluation.small_encoder import striped_images
 from trp_scale.checkpoint.format import read_full_state
 from trp_scale.checkpoint.run_directory import checkpoint_path
 from trp_scale.config.run_flags import parse
@@ -101,3 +103,28 @@ def test_training_goes_on_as_if_nothing_had_been_validated(
     assert ["validation" in line for line in between] == [False, True, False, True]
     assert [essence(line) for line in between] == [essence(line) for line in without]
     assert unequal(*(stored_state(checkpoint_path(tmp_path / name, 4)) for name in ("with", "without"))) == []
+
+
+PROBED: dict[str, Any] = {
+    "crops__size": 16,
+    "vision__patch_size": 4,
+    "training__steps": 3,
+    "data__validation_fraction": 0.25,
+    "training__precision": "fp32",
+    "hooks": "probes",
+    "probes__every": 3,
+}
+
+
+@pytest.mark.parametrize("name", always(["fsdp", "zero0", "zero2", "zero3"], "fsdp", "zero2"))
+def test_probes_of_two_ranks_find_what_one_finds(two_ranks: Ranks, tmp_path: Path, name: str) -> None:
+    data = striped_images(tmp_path / "data", 64, 0)
+    found = {}
+    for each in ("plain", name):
+        arguments = image_flags("mae_vit_b", data, tmp_path / each, **PROBED, **ENGINE_FLAGS[each])
+        assert set(on_each_rank(two_ranks, each, run, arguments)) == {0}
+        (found[each],) = (line["probes"] for line in lines(tmp_path / each) if "probes" in line)
+    ours, theirs = found[name], found["plain"]
+    for figure in ("step", "knn", "linear", "rows", "measured"):
+        assert ours[figure] == theirs[figure], figure
+    assert ours["rank_me"] == pytest.approx(theirs["rank_me"], rel=1e-4)

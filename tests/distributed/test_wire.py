@@ -1,18 +1,22 @@
-"""What travels between ranks in a step (benchmarks/wire.py counts it): no more than this."""
+"""What travels between ranks in a step (benchmarks/wire.py counts it): no more than this, and between ranks that share
+matrices what the planner says."""
 
 from __future__ import annotations
 
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
 from torch import nn
 
-from benchmarks.wire import CountsCollectives
-from tests.distributed.engine_layouts import LAYOUTS
+from benchmarks.plan_checks import predicted
+from benchmarks.wire import CountsCollectives, Options, counted_of
+from tests.distributed.engine_layouts import LAYOUTS, needs_megatron
 from tests.grids import always
 from tests.ranks import Ranks
 from tests.synthetic import Layout, small_config, trainer_for
+from trp_scale.distributed.environment import Environment
 
 MOST = {
     "ddp": ((3, 8.1), (3, 8.1)),
@@ -90,3 +94,42 @@ def test_fsdp_gathers_a_block_before_the_one_before_computes(two_ranks: Ranks) -
     seen = two_ranks(order_of_gathers, Layout(engine="fsdp", micro_size=4))[0]
     forward = ["gather", "gather", "gather", "block 0", "gather", "block 1", "gather", "block 2", "block 3"]
     assert seen == [*forward, "gather", "gather", "back 3", "gather", "back 2", "gather", "back 1", "back 0"]
+
+
+SMALL = Options(layers=2, hidden_size=128, rows=4)
+IMAGES = Options(layers=2, hidden_size=128, rows=4, model="mae")
+"""50 tokens divide over two ranks; the 37 that end the decoder do not."""
+
+
+def counted_by_group(options: Options, name: str, world: int, accumulation: int) -> tuple[int, int]:
+    """Collectives of a step, and their bytes on the wire."""
+    with Environment() as environment:
+        found = counted_of(environment, name, options, world, accumulation)
+    return sum(found.calls.values()), sum(found.bytes.values()) + found.bytes["all-reduce"]
+
+
+def agree(ranks: Ranks, name: str, accumulation: int, options: Options = SMALL) -> None:
+    calls, sent, _ = predicted(name, options, ranks.world, accumulation)
+    for found in ranks(counted_by_group, options, name, ranks.world, accumulation):
+        assert found == (pytest.approx(calls, rel=0.1), pytest.approx(sent, rel=0.1))
+
+
+@needs_megatron
+@pytest.mark.parametrize(("name", "accumulation"), always(product(["tp1", "tp2", "tp2sp"], [1, 4]), ("tp2", 4)))
+def test_two_ranks_send_what_is_predicted(two_ranks: Ranks, name: str, accumulation: int) -> None:
+    agree(two_ranks, name, accumulation)
+
+
+@needs_megatron
+@pytest.mark.parametrize(("name", "accumulation"), always([("tp2", 1), ("tp2sp", 1), ("tp2sp", 4)], ("tp2sp", 1)))
+def test_of_images_too(two_ranks: Ranks, name: str, accumulation: int) -> None:
+    agree(two_ranks, name, accumulation, IMAGES)
+
+
+@needs_megatron
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("accumulation", [1, 4])
+@pytest.mark.parametrize("name", ["tp1", "tp2", "tp2sp"])
+def test_four_ranks_send_what_is_predicted(four_ranks: Ranks, name: str, accumulation: int) -> None:
+    agree(four_ranks, name, accumulation)
+    agree(four_ranks, name, accumulation, IMAGES)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from tests.commands import ROOT, Command, commands_of
+from tests.commands import ROOT, Command, bash_commands, commands_of
 
 DOCS = ROOT / "docs"
 WALKTHROUGHS = (
@@ -71,3 +71,25 @@ def blocks(page: str, text: str | None = None) -> Iterator[Block]:
             text=found[3],
             why_not=" ".join(reason[1].split()) if reason else "",
         )
+
+
+README = ROOT / "README.md"
+TOUR = (
+    "methods/trp.md",
+    "methods/adpe.md",
+    "methods/mlo_mae.md",
+    "methods/all_at_once.md",
+    "engines.md",
+    "commands.md",
+)
+"""Pages whose commands are run after those of the README, in this order and in one directory."""
+OF_THE_README = bash_commands(README.read_text(encoding="utf-8"))
+OF_THE_TOUR = [
+    command
+    for page in TOUR
+    for block in blocks(page)
+    if block.language == "bash" and not block.why_not
+    for command in block.commands
+]
+COMMANDS = list(dict.fromkeys([*OF_THE_README, *OF_THE_TOUR]))
+"""Of README.md and of the pages that go on from it, as a reader would type them."""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.readme import README
+from tests.documents.pages import README
 from trp_scale.sharding.text.corpus import embedded_documents
 
 SMALLER = {

@@ -219,6 +219,13 @@ def test_data_sets_are_the_commands(text_dataset: Path, tmp_path: Path) -> None:
     assert same_files(images / "shards", tmp_path / "command" / "shards")
 
 
+def printed(capsys: pytest.CaptureFixture[str], *words: object) -> list[str]:
+    """Return the words that a command prints."""
+    capsys.readouterr()
+    assert cli.main([*map(str, words)]) == 0
+    return capsys.readouterr().out.split()
+
+
 def same_files(ours: Path, theirs: Path) -> bool:
     files = [{path.name: path.read_bytes() for path in folder.iterdir()} for folder in (ours, theirs)]
     return files[0] == files[1] and len(files[0]) > 1
@@ -390,10 +397,8 @@ def test_a_report_is_the_command_s_and_a_page_in_a_notebook(
     pretrained: trp.Run, capsys: pytest.CaptureFixture[str]
 ) -> None:
     report = pretrained.report()
-    assert cli.main(["report", "--run", str(pretrained.path)]) == 0
-    assert capsys.readouterr().out.split() == str(report).split() and report_text(pretrained.path).strip() in str(
-        report
-    )
+    assert printed(capsys, "report", "--run", pretrained.path) == str(report).split()
+    assert report_text(pretrained.path).strip() in str(report)
     assert report.worst_task == "reconstruction" and set(report.losses) == {"reconstruction"}
     page = report._repr_html_()
     assert page is not None and page.startswith("<iframe srcdoc=") and page.count('"') == 8, "escaped"
@@ -413,19 +418,17 @@ def test_what_is_measured_has_scores_and_the_command_s_table(
     assert first.path == tuned.path / "classification" / "seed_0" and not first.written
     assert first.results.tasks[0].values == tuned.results.tasks[0].values[:1]
 
-    capsys.readouterr()
     measured = trp.evaluate(tuned, predictions=tmp_path / "predictions", baseline=tuned)
     assert measured.scores == tuned.scores and all(path.is_file() for path in measured.predictions)
     output = [f"--predictions={tmp_path / 'predictions'}", f"--baseline={tuned.path}"]
-    assert cli.main(["evaluate", "--run", str(tuned.path), *output]) == 0
-    assert capsys.readouterr().out.split() == str(measured).split() and repr(measured) == str(measured)
+    assert printed(capsys, "evaluate", "--run", tuned.path, *output) == str(measured).split()
+    assert repr(measured) == str(measured)
     losses = trp.evaluate(pretrained)
     assert losses.scores.keys() == {"reconstruction"} and losses.path == pretrained.path / "evaluations" / "own"
 
     compared = trp.compare([tuned, measured], csv=tmp_path / "table.csv")
-    capsys.readouterr()
-    assert cli.main(["compare", str(tuned.path), str(measured.path), "--csv", str(tmp_path / "table.csv")]) == 0
-    assert capsys.readouterr().out.split() == str(compared).split()
+    words = ["compare", tuned.path, measured.path, "--csv", tmp_path / "table.csv"]
+    assert printed(capsys, *words) == str(compared).split()
     table = compared.table
     assert table["mean"] == [*tuned.scores.values()] * 2 and table["difference"] == [None, 0.0]
     assert table["seeds"] == [[0, 1]] * 2 and (tmp_path / "table.csv").read_text().startswith(",".join(table))
@@ -444,9 +447,7 @@ def test_runs_of_pretraining_are_compared_by_their_final_figures(
     pretrained: trp.Run, capsys: pytest.CaptureFixture[str]
 ) -> None:
     compared = trp.compare(pretrained)
-    capsys.readouterr()
-    assert cli.main(["compare", str(pretrained.path)]) == 0
-    assert capsys.readouterr().out.split() == str(compared).split()
+    assert printed(capsys, "compare", pretrained.path) == str(compared).split()
     report, table = pretrained.report(), compared.table
     assert table["reconstruction"] == [report.losses["reconstruction"]] and table["end"] == ["finished"]
 
@@ -461,9 +462,7 @@ def test_a_probe_an_export_and_a_plan_have_what_the_commands_print(
     exported = trp.export(pretrained, tmp_path / "exported", to="timm", image_size=32)
     assert exported.checkpoint.parent.parent == pretrained.path
     assert sum(parameter.numel() for parameter in eval(exported.call).parameters()) > 0
-    capsys.readouterr()
     planned = trp.plan("mae_tiny", gpus=2, gpu="h100", engine="ddp", predict="2,4")
-    words = ["--recipe", "mae_tiny", "--gpus", "2", "--gpu", "h100", "--engine", "ddp", "--predict", "2,4"]
-    assert cli.main(["plan", *words]) == 0
-    assert capsys.readouterr().out.split() == str(planned).split()
+    words = ["plan", "--recipe", "mae_tiny", "--gpus", "2", "--gpu", "h100", "--engine", "ddp", "--predict", "2,4"]
+    assert printed(capsys, *words) == str(planned).split()
     assert planned.best.fits and planned.best.days > 0 and list(planned.curve) == [2, 4]

@@ -21,7 +21,7 @@ TOP = ("trp_scale", "tests", "docs", "benchmarks", "launch", "data_tools", "ds_c
 """Folders of the tree; what a text names elsewhere (data/, runs/) is a user's."""
 OWN = (Path("tests/unit/test_documents.py"), Path("tests/unit/reporting/test_paired_tests.py"))
 """They name documents without their folder, and those that a command writes."""
-PAGES_BY_NAME = {Path(name) for name in ("mkdocs.yml", "tests/readme.py", "tests/distributed/test_readme_commands.py")}
+PAGES_BY_NAME = {Path(name) for name in ("mkdocs.yml", "tests/distributed/test_readme_commands.py")}
 """They name pages as the site does, from docs/."""
 TEXT = {".py", ".md", ".yaml", ".yml", ".toml", ".txt", ".json", ".sh", ".sbatch", ""}
 

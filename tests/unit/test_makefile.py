@@ -34,15 +34,14 @@ def project(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def make(project: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    environment = {"PATH": os.environ["PATH"], "REAL_PYTHON": sys.executable}
+    command = ["make", f"PYTHON={project / 'python'}", *words]
+    return subprocess.run(command, cwd=project, env=environment, capture_output=True, text=True, timeout=240)
+
+
 def setup(project: Path, *given: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        ["make", "setup", f"PYTHON={project / 'python'}", *given],
-        cwd=project,
-        env={"PATH": os.environ["PATH"], "REAL_PYTHON": sys.executable},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    return make(project, "setup", *given)
 
 
 def calls(project: Path) -> list[str]:
@@ -79,9 +78,7 @@ def test_an_unfinished_one_starts_again_from_nothing(project: Path) -> None:
 def test_without_a_gpu_torch_comes_from_where_it_has_no_cuda(
     project: Path, given: tuple[str, ...], wanted: str
 ) -> None:
-    settings = (f"PYTHON={project / 'python'}", "DEVICE=cpu", "TORCH_CPU=https://an.index/cpu", *given)
-    command = ["make", "--dry-run", "setup", *settings]
-    shown = subprocess.run(command, cwd=project, capture_output=True, text=True, timeout=240, check=True).stdout
+    shown = setup(project, "--dry-run", "DEVICE=cpu", "TORCH_CPU=https://an.index/cpu", *given).stdout
     first, second = (line for line in shown.splitlines() if " -m uv pip install " in line)
     assert first.rstrip().endswith(f" -c constraints.txt --index-url https://an.index/cpu {wanted}")
     assert "--index-url" not in second and " -e '.[" in second
@@ -132,12 +129,7 @@ def test_pretraining_takes_a_free_port_unless_one_is_given(project: Path) -> Non
     assert setup(project).returncode == 0
 
     def port(*given: str) -> int:
-        words = ["make", "-n", "pretrain", f"PYTHON={project / 'python'}", *given]
-        environment = {"PATH": os.environ["PATH"], "REAL_PYTHON": sys.executable}
-        shown = subprocess.run(
-            words, cwd=project, env=environment, capture_output=True, text=True, timeout=240, check=True
-        )
-        return int(re.findall(r"--master_port (\d+)", shown.stdout)[-1])
+        return int(re.findall(r"--master_port (\d+)", make(project, "-n", "pretrain", *given).stdout)[-1])
 
     assert port("MASTER_PORT=29500") == 29500
     with socket.socket() as probe:

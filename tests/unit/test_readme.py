@@ -7,7 +7,7 @@ import re
 import pytest
 
 from tests.commands import Command, check
-from tests.readme import OF_THE_README, README
+from tests.documents.pages import OF_THE_README, README
 
 
 def test_the_two_commands_are_there() -> None:
