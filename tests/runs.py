@@ -66,6 +66,17 @@ def flags(dataset: Path, run_dir: Path, **changes: Any) -> list[str]:
     return recipe_flags("pos_bert_tiny", {**SMALL, "data.path": dataset, "run_dir": run_dir}, **changes)
 
 
+def sections(dataset: Path, values: Mapping[str, Any] = SMALL, **changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of the same small run for `trp.pretrain`; `changes` by section."""
+    found: dict[str, Any] = {"data": {"path": dataset}}
+    for name, value in values.items():
+        section, _, field = name.partition(".")
+        found.setdefault(section, {})[field] = value
+    for section, own in changes.items():
+        found[section] = {**found.get(section, {}), **own}
+    return found
+
+
 def pretrain_here(arguments: list[str]) -> int:
     """Run in this process; on shared ranks the process group is already there."""
     from trp_scale.config.run_flags import parse

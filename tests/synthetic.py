@@ -165,6 +165,8 @@ TWO_RANKS = {
     "zero3": Layout(engine="deepspeed", stage=3),
 }
 """Every engine on two ranks, two micro-batches each."""
+SPLITS = {"accumulation 1": Layout(micro_size=8), "accumulation 2": Layout(micro_size=4), **TWO_RANKS}
+"""Of a global batch of eight."""
 
 
 def small_config(layout: Layout, **changes: Any) -> Config:

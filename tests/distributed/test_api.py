@@ -8,16 +8,13 @@ import torch.distributed as dist
 
 import trp_scale as trp
 from tests.ranks import Ranks
-from tests.runs import SMALL, essence, flags, lines, pretrain_here
+from tests.runs import essence, flags, lines, pretrain_here, sections
 
 
 def pretrain_by_function(dataset: Path, run_dir: Path) -> tuple[str, bool]:
     """On ranks whose process group is there already, which stays."""
-    sections: dict[str, dict[str, object]] = {"data": {"path": dataset}, "training": {"steps": 2}}
-    for name, value in SMALL.items():
-        section, _, field = name.partition(".")
-        sections.setdefault(section, {}).setdefault(field, value)
-    run = trp.pretrain("pos_bert_tiny", run_dir=run_dir, engine="fsdp", **sections)
+    small = sections(dataset, training={"steps": 2})
+    run = trp.pretrain("pos_bert_tiny", run_dir=run_dir, engine="fsdp", **small)
     return str(run.path), run.finished and dist.is_initialized()
 
 

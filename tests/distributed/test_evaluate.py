@@ -17,10 +17,6 @@ from trp_scale.evaluation.probe.classifiers import _read
 from trp_scale.reporting.results import read_results
 
 
-def command(words: list[str]) -> int:
-    return cli.main(words)
-
-
 @pytest.fixture(scope="module")
 def tuned(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tuned_run(tmp_path_factory.mktemp("tuned"))
@@ -38,7 +34,7 @@ def test_two_ranks_measure_what_one_does(two_ranks: Ranks, tuned: Path, odd: Pat
     value = str(odd) if what == "--data" else f"sketch={odd}"
     words = ["evaluate", "--run", str(tuned), what, value, "--micro_size", "4", "--output"]
     assert cli.main([*words, str(tmp_path / "one")]) == 0
-    assert two_ranks(command, [*words, str(tmp_path / "two")]) == [0, 0]
+    assert two_ranks(cli.main, [*words, str(tmp_path / "two")]) == [0, 0]
     one, two = (read_results(tmp_path / name) for name in ("one", "two"))
     assert one == two and 0 <= one.tasks[0].values[0] <= 1
 
@@ -56,7 +52,7 @@ def test_two_ranks_save_the_predictions_of_one(
         files = {name: tmp_path / name / words[1].replace("/", "_") for name in ("one", "two")}
         own = [["evaluate", *words, "--predictions", str(files[name])] for name in ("one", "two")]
         assert cli.main(own[0]) == 0
-        assert two_ranks(command, own[1]) == [0, 0]
+        assert two_ranks(cli.main, own[1]) == [0, 0]
         one, two = (
             {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*.*")} for root in files.values()
         )
@@ -73,7 +69,7 @@ def test_two_ranks_find_the_losses_of_one(
     for more in (["--data", data, "--rows", "17"], ["--micro_size", "3"]):
         words = ["evaluate", "--run", str(run), *more, "--output"]
         assert cli.main([*words, str(tmp_path / "one")]) == 0
-        assert two_ranks(command, [*words, str(tmp_path / "two")]) == [0, 0]
+        assert two_ranks(cli.main, [*words, str(tmp_path / "two")]) == [0, 0]
         one, two = (read_results(tmp_path / name) for name in ("one", "two"))
         assert [(task.task, task.detail) for task in one.tasks] == [(task.task, task.detail) for task in two.tasks]
         for first, second in zip(one.tasks, two.tasks, strict=True):
@@ -94,7 +90,7 @@ def test_two_ranks_probe_as_one_does(two_ranks: Ranks, tuned: Path, odd: Path, t
             for name in ("one", "two")
         }
         assert cli.main([*own, *flags["one"]]) == 0
-        assert two_ranks(command, [*own, *flags["two"]]) == [0, 0]
+        assert two_ranks(cli.main, [*own, *flags["two"]]) == [0, 0]
         one, two = (read_results(tmp_path / name / method[0]) for name in ("one", "two"))
         assert one == two
     kept = [sorted((tmp_path / name).glob("*.safetensors")) for name in ("one", "two")]

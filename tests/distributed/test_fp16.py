@@ -18,6 +18,7 @@ from tests.checkpoints import unequal
 from tests.distributed.engine_layouts import fp16_layout, fp16_on_a_cpu
 from tests.distributed.engine_probe import LR, Probe, Reference, write_pieces
 from tests.grids import always
+from tests.parity.compare import way_apart
 from tests.ranks import Ranks
 from tests.synthetic import Layout, small_config, trainer_for
 
@@ -35,13 +36,6 @@ def clipped_step(reference: Reference, optimizer: torch.optim.Optimizer, number:
     torch.nn.utils.clip_grad_norm_(reference.module.parameters(), 1.0)
     optimizer.step()
     return reference.weights()
-
-
-def apart(ours: dict[str, Tensor], theirs: dict[str, Tensor], start: dict[str, Tensor]) -> float:
-    """Distance over the distance travelled; key biases, without gradient in exact arithmetic, left out."""
-    names = [name for name in theirs if not name.endswith("key.bias")]
-    difference = torch.cat([(ours[name] - theirs[name]).flatten() for name in names]).norm()
-    return float(difference / torch.cat([(theirs[name] - start[name]).flatten() for name in names]).norm())
 
 
 @dataclass
@@ -132,7 +126,7 @@ def test_the_first_step_is_that_of_fp32_from_the_same_weights(two_ranks: Ranks, 
         for parameter in reference.module.parameters():
             parameter.copy_(parameter.half())
     assert unequal(first.start, reference.weights()) == []
-    assert apart(first.end, clipped_step(reference, reference.adamw(0.1), 0), first.start) < 0.1
+    assert way_apart(first.end, clipped_step(reference, reference.adamw(0.1), 0), first.start) < 0.1
 
 
 @every_stage
@@ -144,7 +138,7 @@ def test_what_is_written_into_pieces_is_what_the_next_forward_and_step_use(two_r
     end = clipped_step(reference, optimizer, 1)
     assert first.looks == second.looks == pytest.approx(losses, rel=1e-2)
     assert unequal(first.written, start) == [], "the fp32 master weights are what was written"
-    assert apart(first.later, end, start) < 1e-2
+    assert way_apart(first.later, end, start) < 1e-2
 
 
 @every_stage

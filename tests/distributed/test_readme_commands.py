@@ -26,6 +26,8 @@ from tests.ranks import Ranks, free_port
 from tests.runs import environment, lines
 from tests.small_commands import LONGER, STEPS, made_small, run_here, write_inputs
 
+Results = dict[Command, tuple[int, str]]
+"""Exit status and output of each command."""
 PATCHED = {"TRP_SCALE_PROGRESS": "plain", "COLUMNS": "400", "WANDB_SILENT": "true"}
 """Plain lines, no path broken across them."""
 
@@ -114,7 +116,7 @@ def place(text_dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 
 @pytest.fixture(scope="module")
-def results(place: Path, two_ranks: Ranks) -> dict[Command, tuple[int, str]]:
+def results(place: Path, two_ranks: Ranks) -> Results:
     """(exit status, output) of each command, run in the README's order: later ones use what earlier ones make."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in PATCHED.items():
@@ -123,7 +125,7 @@ def results(place: Path, two_ranks: Ranks) -> dict[Command, tuple[int, str]]:
 
 
 @pytest.mark.parametrize("command", RUN, ids=str)
-def test_it_runs(command: Command, results: dict[Command, tuple[int, str]]) -> None:
+def test_it_runs(command: Command, results: Results) -> None:
     status, output = results[command]
     assert status == 0, output[-4000:]
 
@@ -135,50 +137,44 @@ def test_most_commands_are_run_and_two_launchers_among_them() -> None:
     assert len(RUN) >= 18
 
 
-def the_run(results: dict[Command, tuple[int, str]], place: Path, part: str) -> Path:
+def the_run(results: Results, part: str) -> Path:
     """Run directory that the one command with `part` in it printed at its end."""
     (output,) = [output for command, (_, output) in results.items() if part in str(command)]
     return Path(output.rpartition("run directory: ")[2].split()[0])
 
 
-def environment_of(run_dir: Path) -> dict[str, object]:
-    found: dict[str, object] = json.loads((run_dir / "environment.json").read_text(encoding="utf-8"))
-    return found
-
-
-def test_launchers_give_two_ranks_and_the_engine_that_was_asked_for(
-    results: dict[Command, tuple[int, str]], place: Path
-) -> None:
-    found = environment_of(
-        the_run(results, place, "torchrun --nproc_per_node 8 launch/pretrain.py --recipe pos_bert_base")
+def test_launchers_give_two_ranks_and_the_engine_that_was_asked_for(results: Results, place: Path) -> None:
+    runs = (
+        "torchrun --nproc_per_node 8 launch/pretrain.py --recipe pos_bert_base",
+        "zero2.json --recipe pos_bert_base --data.path data/books",
     )
-    assert (found["engine"], found["world_size"], found["launcher"]) == ("ddp", 2, "torchrun")
-    found = environment_of(the_run(results, place, "zero2.json --recipe pos_bert_base --data.path data/books"))
+    first, found = (json.loads((the_run(results, part) / "environment.json").read_text()) for part in runs)
+    assert (first["engine"], first["world_size"], first["launcher"]) == ("ddp", 2, "torchrun")
     assert (found["engine"], found["zero_stage"], found["world_size"]) == ("deepspeed", 2, 2)
 
 
-def test_the_same_run_directory_goes_on(results: dict[Command, tuple[int, str]], place: Path) -> None:
+def test_the_same_run_directory_goes_on(results: Results, place: Path) -> None:
     assert [line["step"] for line in lines(place / "runs" / "tiny")] == list(range(1, STEPS + LONGER + 1))
     status, reported = run_here(["trp-scale", "report", "--run", str(place / "runs" / "tiny")])
     assert status == 0 and f"steps {STEPS + LONGER} (finished)" in reported
 
 
-def test_balancers_and_loggers_are_those_of_the_command(results: dict[Command, tuple[int, str]], place: Path) -> None:
-    assert lines(the_run(results, place, "kind uniform"))[-1]["balancer"]["kind"] == "uniform"
-    balancer = lines(the_run(results, place, "alpha 4"))[-1]["balancer"]
+def test_balancers_and_loggers_are_those_of_the_command(results: Results, place: Path) -> None:
+    assert lines(the_run(results, "kind uniform"))[-1]["balancer"]["kind"] == "uniform"
+    balancer = lines(the_run(results, "alpha 4"))[-1]["balancer"]
     assert (balancer["alpha"], balancer["estimate"]) == (4.0, "lagged")
-    logged = the_run(results, place, "--logging.wandb")
+    logged = the_run(results, "--logging.wandb")
     assert list(logged.glob("wandb/offline-run-*")) and list(logged.glob("tensorboard/events*"))
 
 
-def test_the_sharded_books_are_shown_and_whole(results: dict[Command, tuple[int, str]], place: Path) -> None:
+def test_the_sharded_books_are_shown_and_whole(results: Results, place: Path) -> None:
     books = str(place / "data" / "books")
     assert "are intact" in run_here(["trp-scale", "verify", books])[1]
     assert "text-000000-00000 row 0" in run_here(["trp-scale", "inspect", books])[1]
     assert json.loads((place / "data" / "books" / "dataset.json").read_text(encoding="utf-8"))["length"] == 64
 
 
-def test_transformers_loads_what_is_exported(results: dict[Command, tuple[int, str]], place: Path) -> None:
+def test_transformers_loads_what_is_exported(results: Results, place: Path) -> None:
     import torch
     from transformers import AutoTokenizer, BertForPreTraining
 
@@ -192,9 +188,7 @@ def test_transformers_loads_what_is_exported(results: dict[Command, tuple[int, s
     assert bool(logits.isfinite().all())
 
 
-def test_timm_loads_what_was_exported(
-    results: dict[Command, tuple[int, str]], place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_timm_loads_what_was_exported(results: Results, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the call that the page shows, which without `pretrained=True` would give random weights."""
     import timm
     import torch
@@ -212,18 +206,16 @@ def test_timm_loads_what_was_exported(
     assert bool(features.isfinite().all())
 
 
-def test_the_adversary_is_in_the_log_and_in_the_pictures(results: dict[Command, tuple[int, str]], place: Path) -> None:
+def test_the_adversary_is_in_the_log_and_in_the_pictures(results: Results, place: Path) -> None:
     assert lines(place / "runs" / "adpe")[-1]["adversary"]["kind"] == "relative_coordinate"
-    assert "adversary" not in lines(the_run(results, place, "--adversary.kind none"))[-1]
+    assert "adversary" not in lines(the_run(results, "--adversary.kind none"))[-1]
     for name in ("reconstructions.png", "positions.png"):
         with Image.open(place / "pictures" / "adpe" / name) as picture:
             assert picture.format == "PNG"
             assert len(picture.convert("RGB").getcolors(1 << 24)) > 10
 
 
-def test_masks_are_learned_and_drawn_and_a_test_set_is_marked(
-    results: dict[Command, tuple[int, str]], place: Path
-) -> None:
+def test_masks_are_learned_and_drawn_and_a_test_set_is_marked(results: Results, place: Path) -> None:
     for name in ("masks", "continued", "all"):
         assert lines(place / "runs" / name)[-1]["multilevel"]["lessons"] == 1, name
     with Image.open(place / "pictures" / "masks" / "masks.png") as picture:

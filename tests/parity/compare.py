@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.synthetic import Result
+from tests.synthetic import Layout, Result
 from trp_scale.core.batch import TaskLosses
 from trp_scale.core.engine import Engine
 
@@ -44,6 +45,23 @@ def distances(ours: Result, reference: Result, *, skip_key_biases: bool) -> dict
         ratio(list(difference.values()), list(bottom.values())) for bottom in (weight, travel)
     )
     return found
+
+
+def run_alone(train: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    """Return a run of one process in four micro-batches; it is made once."""
+    key = (train, repr(arguments), repr(named))
+    if key not in _ALONE:
+        _ALONE[key] = train(Layout(micro_size=2), *arguments, **named)
+    return _ALONE[key]
+
+
+_ALONE: dict[tuple[Callable[..., Any], str, str], Any] = {}
+
+
+def way_apart(ours: dict[str, Tensor], theirs: dict[str, Tensor], start: dict[str, Tensor]) -> float:
+    """Distance of weights over the distance travelled since the start, without key biases."""
+    pair = [Result(weights=each, initial=start, steps=[], moved=True) for each in (ours, theirs)]
+    return distances(*pair, skip_key_biases=True)["all"][1]
 
 
 def too_far(ours: Result, reference: Result, *, skip_key_biases: bool = True) -> list[str]:

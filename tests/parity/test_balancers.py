@@ -15,7 +15,7 @@ from tests.grids import always
 from tests.parity.compare import RELATIVE, steps_too_far, too_far
 from tests.parity.test_partition import sometimes_absent
 from tests.ranks import Ranks
-from tests.synthetic import TWO_RANKS, Layout, Result, small_config, trainer_for
+from tests.synthetic import SPLITS, TWO_RANKS, Layout, Result, small_config, trainer_for
 from trp_scale.core.engine import Engine
 from trp_scale.methods.balancing.gradnorm import TaskGradients
 
@@ -35,7 +35,6 @@ BALANCING: dict[str, dict[str, Any]] = {
     "jd representation": {"kind": "jd", "method": "mgda", "at": "representation"},
     "representation": {"kind": "gradnorm", "lr": 0.05, "at": "representation", "total": "paper"},
 }
-ACCUMULATIONS = {1: Layout(micro_size=8), 2: Layout(micro_size=4)}
 
 
 def run(layout: Layout, balancing: str) -> tuple[Result, dict[str, Any]]:
@@ -77,8 +76,8 @@ def test_accumulation_changes_neither_weights_nor_balancer(balancing: str) -> No
     last = reference(balancing)[0].steps[-1].task_weights
     first = reference(balancing)[0].steps[2].task_weights  # of the same tasks as the next ones
     assert max(abs(a / b - 1) for a, b in zip(last, first, strict=True) if a and b) > 0.05, "the weights hardly moved"
-    for layout in ACCUMULATIONS.values():
-        assert differences(run(layout, balancing), balancing) == []
+    for split in ("accumulation 1", "accumulation 2"):
+        assert differences(run(SPLITS[split], balancing), balancing) == []
 
 
 @pytest.mark.parametrize(

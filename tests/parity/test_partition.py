@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from itertools import product
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 import torch
 
 from tests.grids import always, grid
-from tests.parity.compare import steps_too_far, too_far
+from tests.parity.compare import run_alone, steps_too_far, too_far
 from tests.ranks import Ranks
 from tests.synthetic import ADVERB, INTERJECTION, TWO_RANKS, Layout, Result, run, small_config, trainer_for
 from trp_scale.core.batch import TaskLosses
@@ -36,10 +35,9 @@ def sometimes_absent(step: int) -> tuple[int, ...]:
 ABSENCE = {"present": never_absent, "absent": sometimes_absent}
 
 
-@lru_cache
 def reference(balancing: str, absence: str, optimizer: str = "adamw") -> Result:
-    """Plain, accumulation 4."""
-    return run(Layout(micro_size=2), changes(balancing, optimizer), ABSENCE[absence])
+    found: Result = run_alone(run, changes(balancing, optimizer), ABSENCE[absence])
+    return found
 
 
 def changes(balancing: str, optimizer: str = "adamw") -> dict[str, Any]:
@@ -94,20 +92,15 @@ WHOLE_MATRICES: dict[str, dict[str, Any]] = {
 """Optimizers whose updates depend on all elements of a matrix."""
 
 
-@lru_cache
-def reference_of(kind: str) -> Result:
-    return run(Layout(micro_size=2), {**changes("exact"), **WHOLE_MATRICES[kind]})
-
-
 @pytest.mark.parametrize(
     ("layout", "kind"),
     always(product(TWO_RANKS, WHOLE_MATRICES), ("zero2", "lamb"), ("fsdp", "muon")),
 )
 def test_updates_of_whole_matrices_agree(two_ranks: Ranks, layout: str, kind: str) -> None:
     """However an engine shards a matrix."""
-    ours = two_ranks(run, TWO_RANKS[layout], {**changes("exact"), **WHOLE_MATRICES[kind]})[0]
-    assert ours.moved
-    assert too_far(ours, reference_of(kind)) == []
+    settings = {**changes("exact"), **WHOLE_MATRICES[kind]}
+    ours = two_ranks(run, TWO_RANKS[layout], settings)[0]
+    assert ours.moved and too_far(ours, run_alone(run, settings)) == []
 
 
 MODERN: dict[str, Any] = {
@@ -118,25 +111,21 @@ MODERN: dict[str, Any] = {
 """Global layers at both ends, a local one between them."""
 
 
-@lru_cache
-def reference_of_modern(packed: bool) -> Result:
-    return run(Layout(micro_size=2), {**changes("exact"), **MODERN}, never_absent, packed)
-
-
 @pytest.mark.parametrize(
     ("layout", "packed"),
     always(product(TWO_RANKS, (False, True)), ("fsdp", False), ("ddp", True)),
 )
 def test_modern_encoders_agree(two_ranks: Ranks, layout: str, packed: bool) -> None:
-    ours = two_ranks(run, TWO_RANKS[layout], {**changes("exact"), **MODERN}, never_absent, packed)[0]
-    assert ours.moved
-    assert too_far(ours, reference_of_modern(packed)) == []
+    arguments = ({**changes("exact"), **MODERN}, never_absent, packed)
+    ours = two_ranks(run, TWO_RANKS[layout], *arguments)[0]
+    assert ours.moved and too_far(ours, run_alone(run, *arguments)) == []
 
 
 def test_packed_rows_do_not_depend_on_accumulation() -> None:
-    whole = run(Layout(micro_size=8), {**changes("exact"), **MODERN}, never_absent, True)
-    assert too_far(whole, reference_of_modern(True)) == []
-    assert too_far(whole, reference_of_modern(False)) != []
+    arguments = ({**changes("exact"), **MODERN}, never_absent)
+    whole = run(Layout(micro_size=8), *arguments, True)
+    assert too_far(whole, run_alone(run, *arguments, True)) == []
+    assert too_far(whole, run_alone(run, *arguments, False)) != []
 
 
 @pytest.mark.parametrize("layout", always(["ddp", "fsdp", "zero2", "zero3"], "fsdp"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import lru_cache
 from itertools import product
 from typing import Any
 
@@ -13,9 +12,8 @@ from torch import Tensor
 
 from tests.distributed.engine_layouts import LAYOUTS
 from tests.grids import always
-from tests.parity.compare import distances, too_far
+from tests.parity.compare import run_alone, too_far, way_apart
 from tests.ranks import Ranks
-from tests.synthetic import Layout, Result
 from tests.synthetic_masks import MasksResult, run_masks
 
 STEPS = 5
@@ -35,18 +33,6 @@ def changes(level: str, accumulation: int) -> dict[str, Any]:
     size, split = LEVELS[level].get("batch_size", 8), max(1, accumulation // 2)
     own = {"unroll": UNROLL, "difference": DIFFERENCE, "micro_size": size // 2 // split, **LEVELS[level]}
     return {"multilevel": own, "training": {"steps": STEPS}, "optimizer": {"clipping": 1.0}}
-
-
-@lru_cache
-def reference(level: str) -> MasksResult:
-    """Plain, accumulation 4."""
-    return run_masks(Layout(micro_size=2), changes(level, 4))
-
-
-def travelled(ours: dict[str, Tensor], theirs: dict[str, Tensor], start: dict[str, Tensor]) -> float:
-    """Of everything that is in `theirs`."""
-    pair = [Result(weights=each, initial=start, steps=[], moved=True) for each in (ours, theirs)]
-    return distances(*pair, skip_key_biases=True)["all"][1]
 
 
 def head_of(result: MasksResult) -> dict[str, Tensor]:
@@ -76,13 +62,13 @@ def test_every_split_gives_the_same_run(two_ranks: Ranks, level: str, engine: st
 
 
 def agree(ours: MasksResult, level: str) -> None:
-    theirs = reference(level)
+    theirs: MasksResult = run_alone(run_masks, changes(level, 4))
     assert ours.moved and too_far(ours, theirs) == []
-    assert travelled(ours.network, theirs.network, theirs.network_initial) < 1e-4
+    assert way_apart(ours.network, theirs.network, theirs.network_initial) < 1e-4
     zeros = {name: torch.zeros_like(value) for name, value in head_of(theirs).items()}
-    assert travelled(head_of(ours), head_of(theirs), zeros) < 1e-5
+    assert way_apart(head_of(ours), head_of(theirs), zeros) < 1e-5
     for step, (mine, other) in enumerate(zip(ours.steps, theirs.steps, strict=True)):
         assert mine.task_losses == pytest.approx(other.task_losses, rel=1e-5), step
     if level == "fine_tuning":
         pair = encoder_of(ours.tuned), encoder_of(theirs.tuned)
-        assert travelled(*pair, encoder_of(theirs.initial)) < 1e-4
+        assert way_apart(*pair, encoder_of(theirs.initial)) < 1e-4

@@ -3,7 +3,7 @@ or 4, or 8 visible ones, or 9 places of a decoder: two ranks never have equally 
 
 from __future__ import annotations
 
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,7 +13,7 @@ from tests.distributed.engine_layouts import needs_megatron
 from tests.distributed.test_precision import LOSSES, TRAVELLED, apart
 from tests.grids import always
 from tests.parity import test_learned_masks, test_modalities, test_second_levels
-from tests.parity.compare import kept_bytes, steps_too_far
+from tests.parity.compare import kept_bytes, run_alone, steps_too_far
 from tests.parity.test_modalities import BALANCING, differences, sometimes_absent
 from tests.parity.test_sequence_parallel import CUT, SPLIT, layout
 from tests.parity.test_tensor_parallel import IMAGES, image_differences
@@ -41,13 +41,8 @@ def modalities(balancing: str) -> dict[str, Any]:
     return {**found, "modalities": {**found["modalities"], "visible_tokens": 8}, "crops": {"size": 12}}
 
 
-@lru_cache
-def modality_reference(balancing: str) -> Result:
-    return run_modalities(Layout(micro_size=2), modalities(balancing), sometimes_absent)
-
-
 def agree(ours: Result, balancing: str) -> None:
-    theirs = modality_reference(balancing)
+    theirs: Result = run_alone(run_modalities, modalities(balancing), sometimes_absent)
     assert ours.moved and differences(ours, theirs) == steps_too_far(ours, theirs) == []
 
 

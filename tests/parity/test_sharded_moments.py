@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from tests.distributed.test_checkpoint_engines import walk
 from tests.distributed.test_precision import LOSSES, TRAVELLED, apart
 from tests.grids import always
 from tests.parity import test_learned_masks
-from tests.parity.compare import steps_too_far, too_far
+from tests.parity.compare import run_alone, steps_too_far, too_far
 from tests.parity.test_partition import sometimes_absent
 from tests.ranks import Ranks
 from tests.synthetic import Layout, Result, run, small_config, trainer_for
@@ -45,9 +44,9 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-@lru_cache
 def reference(kind: str) -> Result:
-    return run(Layout(micro_size=2), KINDS[kind], sometimes_absent)
+    found: Result = run_alone(run, KINDS[kind], sometimes_absent)
+    return found
 
 
 @pytest.mark.parametrize("kind", always(KINDS, "lamb"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from itertools import product
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 import torch
 
 from tests.grids import always
-from tests.parity.compare import steps_too_far
+from tests.parity.compare import run_alone, steps_too_far
 from tests.parity.test_modalities import differences as weight_differences
 from tests.ranks import Ranks
 from tests.synthetic import SOURCES, TWO_RANKS, Layout, Result, row_source, run, small_config, trainer_for
@@ -48,17 +47,6 @@ def run_of_images(layout: Layout, name: str) -> Result:
     return run_images(layout, changes) if "mae" in name else run_modalities(layout, changes)
 
 
-@lru_cache
-def reference_of_images(name: str) -> Result:
-    return run_of_images(Layout(micro_size=2), name)
-
-
-@lru_cache
-def reference(balancing: str, tasks: str) -> Result:
-    """Plain, accumulation 4."""
-    return run(Layout(micro_size=2), changes(balancing, tasks))
-
-
 def differences(ours: Result, theirs: Result) -> list[str]:
     return [*weight_differences(ours, theirs), *steps_too_far(ours, theirs, names=["task_weights"])]
 
@@ -87,7 +75,7 @@ def test_accumulation_changes_neither_weights_nor_task_weights(balancing: str, t
     assert whole.moved
     first, last = whole.steps[0].task_weights, whole.steps[-1].task_weights
     assert max(abs(a - b) for a, b in zip(first, last, strict=True)) > 1e-3, "the task weights did not change"
-    assert differences(whole, reference(balancing, tasks)) == []
+    assert differences(whole, run_alone(run, changes(balancing, tasks))) == []
 
 
 @pytest.mark.parametrize(
@@ -96,14 +84,14 @@ def test_accumulation_changes_neither_weights_nor_task_weights(balancing: str, t
 )
 def test_two_ranks_give_the_weights_of_one(two_ranks: Ranks, balancing: str, layout: str) -> None:
     ours = two_ranks(run, TWO_RANKS[layout], changes(balancing, "sources"))[0]
-    assert differences(ours, reference(balancing, "sources")) == []
+    assert differences(ours, run_alone(run, changes(balancing, "sources"))) == []
 
 
 @pytest.mark.parametrize("name", IMAGES)
 def test_accumulation_of_images_changes_neither_weights_nor_task_weights(name: str) -> None:
     whole = run_of_images(Layout(micro_size=8), name)
     assert whole.moved and len(set(whole.steps[-1].task_weights)) > 2
-    assert differences(whole, reference_of_images(name)) == []
+    assert differences(whole, run_alone(run_of_images, name)) == []
 
 
 @pytest.mark.parametrize(
@@ -112,7 +100,7 @@ def test_accumulation_of_images_changes_neither_weights_nor_task_weights(name: s
 )
 def test_two_ranks_give_the_image_weights_of_one(two_ranks: Ranks, name: str, layout: str) -> None:
     ours = two_ranks(run_of_images, TWO_RANKS[layout], name)[0]
-    assert differences(ours, reference_of_images(name)) == []
+    assert differences(ours, run_alone(run_of_images, name)) == []
 
 
 def test_the_sums_of_sources_of_images_add_up_to_those_of_modalities() -> None:

@@ -16,7 +16,7 @@ from tests.distributed.engine_layouts import needs_megatron
 from tests.distributed.test_precision import LOSSES, TRAVELLED, apart
 from tests.grids import always
 from tests.parity import test_adversary, test_learned_masks, test_modalities
-from tests.parity.compare import steps_too_far, too_far
+from tests.parity.compare import run_alone, steps_too_far, too_far
 from tests.parity.test_partition import BALANCING, MODERN, sometimes_absent
 from tests.ranks import Ranks
 from tests.synthetic import Layout, Result, refusal, run, small_config, trainer_for
@@ -46,9 +46,9 @@ def changes(method: str, **others: Any) -> dict[str, Any]:
     return {"balancer": METHODS[method], "optimizer": {"lr": 1e-3, "clipping": 1.0}, **others}
 
 
-@lru_cache
 def reference(method: str) -> Result:
-    return run(Layout(micro_size=2), changes(method), sometimes_absent)
+    found: Result = run_alone(run, changes(method), sometimes_absent)
+    return found
 
 
 @pytest.mark.parametrize(
@@ -165,13 +165,8 @@ IMAGES: dict[str, dict[str, Any]] = {
 """Masked autoencoders: the adversary on relative positions acts inside heads."""
 
 
-@lru_cache
-def image_reference(name: str) -> AdversarialResult:
-    return run_images(Layout(micro_size=2), IMAGES[name])
-
-
 def image_differences(ours: AdversarialResult, name: str) -> list[str]:
-    theirs = image_reference(name)
+    theirs: AdversarialResult = run_alone(run_images, IMAGES[name])
     return too_far(ours, theirs) if theirs.vector is None else test_adversary.differences(ours, theirs)
 
 

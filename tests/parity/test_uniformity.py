@@ -12,7 +12,7 @@ from tests.grids import always
 from tests.parity.compare import steps_too_far, too_far
 from tests.parity.test_learned_masks import ROUNDING
 from tests.ranks import Ranks
-from tests.synthetic import TWO_RANKS, Layout
+from tests.synthetic import SPLITS, Layout
 from tests.synthetic_images import AdversarialResult, run_images
 from tests.synthetic_masks import run_masks
 
@@ -24,17 +24,9 @@ COMPANY: dict[str, dict[str, Any]] = {
     "pixels": {"adversary": PIXELS},
     "positions": {"adversary": COORDINATE},
 }
-LAYOUTS = {
-    "accumulation 1": Layout(micro_size=8),
-    "accumulation 2": Layout(micro_size=4),
-    "ddp": TWO_RANKS["ddp"],
-    "fsdp": TWO_RANKS["fsdp"],
-    "fsdp, accumulation 1": Layout(engine="fsdp", micro_size=4),
-    "zero2": TWO_RANKS["zero2"],
-    "zero3": TWO_RANKS["zero3"],
-}
-CASES = [(company, layout) for company in COMPANY for layout in LAYOUTS if company == "alone" or layout in
-         ("accumulation 1", "fsdp")]  # fmt: skip
+LAYOUTS = {**SPLITS, "fsdp, accumulation 1": Layout(engine="fsdp", micro_size=4)}
+ALONE = ("accumulation 1", "accumulation 2", "ddp", "fsdp", "fsdp, accumulation 1", "zero2", "zero3")
+CASES = [*product(["alone"], ALONE), *product(["pixels", "positions"], ["accumulation 1", "fsdp"])]
 
 
 def changes(company: str, *, uniformity: float = 0.5) -> dict[str, Any]:

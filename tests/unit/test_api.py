@@ -20,7 +20,7 @@ from transformers import BertModel
 import trp_scale as trp
 from tests.extending import forgetting, write_files
 from tests.fixtures import small_text_config
-from tests.runs import SMALL, SMALL_IMAGES, environment, essence, flags, lines
+from tests.runs import SMALL, SMALL_IMAGES, environment, essence, flags, lines, sections
 from tests.unit.checkpoint import test_export as text
 from tests.unit.finetuning.test_finetune import KEPT
 from tests.unit.methods.test_weight_average import write_pair
@@ -40,17 +40,6 @@ def forgotten() -> Iterator[None]:
         yield
 
 
-def small(dataset: Path, values: dict[str, Any] = SMALL, **changes: dict[str, Any]) -> dict[str, Any]:
-    """The sections of tests/runs.py: flags."""
-    sections: dict[str, Any] = {"data": {"path": dataset}}
-    for name, value in values.items():
-        section, _, field = name.partition(".")
-        sections.setdefault(section, {})[field] = value
-    for section, values in changes.items():
-        sections[section] = {**sections.get(section, {}), **values}
-    return sections
-
-
 def test_a_run_is_the_command_s(text_dataset: Path, tmp_path: Path) -> None:
     own, command = tmp_path / "own", tmp_path / "command"
     averaging = {"decay": 0.5}
@@ -58,7 +47,7 @@ def test_a_run_is_the_command_s(text_dataset: Path, tmp_path: Path) -> None:
         "pos_bert_tiny",
         run_dir=own,
         hooks=["weight_average"],
-        **small(
+        **sections(
             text_dataset, training={"steps": 2}, balancer={"kind": "gradnorm", "lr": 0.1}, weight_average=averaging
         ),
     )
@@ -73,9 +62,9 @@ def test_a_run_is_the_command_s(text_dataset: Path, tmp_path: Path) -> None:
 
 def test_a_run_that_is_asked_to_stop_says_why(text_dataset: Path, tmp_path: Path) -> None:
     (tmp_path / "STOP").touch()
-    run = trp.pretrain("pos_bert_tiny", run_dir=tmp_path, **small(text_dataset))
+    run = trp.pretrain("pos_bert_tiny", run_dir=tmp_path, **sections(text_dataset))
     assert not run.finished and "STOP" in run.reason
-    assert trp.pretrain("pos_bert_tiny", run_dir=tmp_path, **small(text_dataset)).finished, "it goes on"
+    assert trp.pretrain("pos_bert_tiny", run_dir=tmp_path, **sections(text_dataset)).finished, "it goes on"
 
 
 @pytest.mark.parametrize(
@@ -103,9 +92,9 @@ def test_hooks_are_named_by_their_class_or_their_settings(text_dataset: Path, tm
     sys.path.insert(0, str(module.parent))
     from lookahead import Lookahead  # type: ignore[import-not-found]
 
-    one = trp.pretrain("pos_bert_tiny", run_dir=tmp_path / "one", hooks=[Lookahead], **small(text_dataset))
+    one = trp.pretrain("pos_bert_tiny", run_dir=tmp_path / "one", hooks=[Lookahead], **sections(text_dataset))
     given = Lookahead.Settings(every=2)
-    two = trp.pretrain("pos_bert_tiny", run_dir=tmp_path / "two", hooks=[given], **small(text_dataset))
+    two = trp.pretrain("pos_bert_tiny", run_dir=tmp_path / "two", hooks=[given], **sections(text_dataset))
     seen = [load_recipe(run.path / CONFIG_FILE) for run in (one, two)]
     assert [config.lookahead.every for config in seen] == [5, 2]  # type: ignore[attr-defined]
     assert [config.modules for config in seen] == [["lookahead"]] * 2
@@ -120,7 +109,7 @@ def test_a_notebook_s_component_runs_without_workers(
     hook = trp.component("hook", "cell")(type("Cell", (trp.Hook,), {"__module__": "__main__", "__init__": _made}))
     with pytest.raises(trp.RefusedError, match=r"data=\{\"workers\": 0\}"):
         trp.pretrain("pos_bert_tiny", run_dir=tmp_path, hooks=[hook], data={"workers": 1})
-    assert trp.pretrain("pos_bert_tiny", run_dir=tmp_path, hooks=[hook], **small(text_dataset)).finished
+    assert trp.pretrain("pos_bert_tiny", run_dir=tmp_path, hooks=[hook], **sections(text_dataset)).finished
 
 
 def _made(self: object, settings: trp.Settings, run: trp.RunContext) -> None: ...
@@ -366,7 +355,7 @@ def test_a_wrong_keyword_is_refused_with_the_nearest_name(call: Callable[[], Any
 @pytest.fixture(scope="module")
 def pretrained(image_dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> trp.Run:
     run_dir = tmp_path_factory.mktemp("pretrained") / "run"
-    return trp.pretrain("mae_tiny", run_dir=run_dir, **small(image_dataset, SMALL_IMAGES, validation={"every": 4}))
+    return trp.pretrain("mae_tiny", run_dir=run_dir, **sections(image_dataset, SMALL_IMAGES, validation={"every": 4}))
 
 
 def test_the_metrics_of_a_run_are_columns(pretrained: trp.Run) -> None:
@@ -408,7 +397,7 @@ def test_what_is_measured_has_scores_and_the_command_s_table(
     pretrained: trp.Run, image_dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     values = {name: value for name, value in SMALL_IMAGES.items() if name.startswith(KEPT)}
-    shared = {**small(image_dataset, values, downstream={"epochs": 1.0}), "seeds": 2}
+    shared = {**sections(image_dataset, values, downstream={"epochs": 1.0}), "seeds": 2}
     tuned = trp.finetune(pretrained, "classification_tiny", run_dir=tmp_path / "tuned", **shared)
     assert read_results(tuned.path) == tuned.results and tuned.finished and Path(tuned) == tmp_path / "tuned"
     assert tuned.scores == {"classification": tuned.results.tasks[0].mean} and tuned.worst_task == "classification"
@@ -436,7 +425,7 @@ def test_what_is_measured_has_scores_and_the_command_s_table(
 
 def test_a_stopped_call_says_why_and_the_same_call_goes_on(image_dataset: Path, tmp_path: Path) -> None:
     values = {name: value for name, value in SMALL_IMAGES.items() if name.startswith(KEPT)}
-    settings = {**small(image_dataset, values, downstream={"epochs": 1.0}), "run_dir": tmp_path}
+    settings = {**sections(image_dataset, values, downstream={"epochs": 1.0}), "run_dir": tmp_path}
     (tmp_path / "STOP").touch()
     stopped = trp.finetune("scratch", "classification_tiny", **settings)
     assert not stopped.finished and "STOP" in stopped.reason and stopped.scores == {} and stopped.worst_task is None
