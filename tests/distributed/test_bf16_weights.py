@@ -73,7 +73,7 @@ def test_an_optimizer_of_deepspeed_that_is_not_known_here_is_refused_by_name(two
 
 ROUNDED: dict[str, Any] = {"precision": "bf16", "weights": "bf16"}
 SENT: dict[str, Any] = {**ROUNDED, "gradients": "bf16"}
-LAYOUTS = {"ddp": Layout(engine="ddp"), "fsdp": Layout(engine="fsdp")}
+LAYOUTS = ("ddp", "fsdp")
 
 ADVERSARY: dict[str, Any] = {"adversary": {"kind": "relative_embedding", "norm": "l2", "lr": 300.0, "eps": 0.2}}
 RUNS: dict[str, tuple[Callable[..., Result], dict[str, Any]]] = {
@@ -121,7 +121,7 @@ def test_the_number_of_micro_batches_changes_roundings_alone(model: str) -> None
 )
 def test_two_ranks_are_as_near_to_fp32_as_one(two_ranks: Ranks, model: str, layout: str, gradients: str) -> None:
     function, changes = RUNS[model]
-    ours = two_ranks(function, LAYOUTS[layout], {**changes, "training": {**ROUNDED, "gradients": gradients}})[0]
+    ours = two_ranks(function, Layout(engine=layout), {**changes, "training": {**ROUNDED, "gradients": gradients}})[0]
     losses, weights = apart(ours, alone(model))
     assert ours.moved
     assert losses < FROM_FP32[model][0] and weights < FROM_FP32[model][1]
@@ -129,7 +129,7 @@ def test_two_ranks_are_as_near_to_fp32_as_one(two_ranks: Ranks, model: str, layo
 
 @pytest.mark.parametrize("layout", always(LAYOUTS, "ddp"))
 def test_gradients_of_fp32_weights_can_be_sent_in_bf16(two_ranks: Ranks, layout: str) -> None:
-    ours = two_ranks(run, LAYOUTS[layout], {"training": {"gradients": "bf16"}})[0]
+    ours = two_ranks(run, Layout(engine=layout), {"training": {"gradients": "bf16"}})[0]
     losses, weights = apart(ours, alone("PoS-BERT"))
     assert losses < 3e-4 and 1e-4 < weights < 0.05
 
@@ -174,7 +174,7 @@ def weights_after_an_interruption(layout: Layout) -> tuple[dict[str, Tensor], di
 
 @pytest.mark.parametrize("layout", always(LAYOUTS, "fsdp"))
 def test_a_dropped_window_leaves_nothing_behind(two_ranks: Ranks, layout: str) -> None:
-    after, clean = two_ranks(weights_after_an_interruption, LAYOUTS[layout])[0]
+    after, clean = two_ranks(weights_after_an_interruption, Layout(engine=layout))[0]
     assert unequal(after, clean) == []
 
 

@@ -39,7 +39,7 @@ OPERATIONS = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "uniqu
 ON_THE_HOST = ("training.decisions: reach", "tests.synthetic")
 """Where a step reads tensors that never were on a device: the ranks' agreement, and the tests' data."""
 
-ENGINES = {"plain": Layout(), "ddp": Layout(engine="ddp"), "fsdp": Layout(engine="fsdp")}
+ENGINES = ("plain", "ddp", "fsdp")
 
 
 def bert(layout: Layout, **changes: Any) -> RecordingTrainer:
@@ -171,7 +171,7 @@ def waits(layout: Layout, method: str) -> list[str]:
 def test_a_step_waits_for_nothing_but_the_numbers_of_the_step_before(
     two_ranks: Ranks, method: str, engine: str
 ) -> None:
-    for found in two_ranks.run_layout(waits, ENGINES[engine], method):
+    for found in two_ranks.run_layout(waits, Layout(engine=engine), method):
         assert found == ["trp_scale.core.batch: read: tolist"] * 2
 
 

@@ -1,8 +1,12 @@
-"""docs/api.md: its examples are one script, which runs; the file that it shows is run by tests/unit/test_api.py."""
+"""docs/api.md: its examples are one script, which runs (the file that it shows is run by tests/unit/test_api.py); and
+the README's Python runs, with less text and fewer steps."""
 
 from __future__ import annotations
 
 import ast
+import contextlib
+import io
+import re
 import subprocess
 import sys
 import textwrap
@@ -11,8 +15,9 @@ from pathlib import Path
 import pytest
 
 import trp_scale as trp
-from tests.documents.pages import blocks, read
+from tests.documents.pages import README, blocks, read
 from tests.runs import environment
+from trp_scale.sharding.text.corpus import embedded_documents
 
 PAGE = "api.md"
 
@@ -43,3 +48,29 @@ def test_the_examples_are_a_script_that_runs(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     for name in ("scenes/report.html", "tuned/results.json", "comparison.csv", "exported/model.safetensors"):
         assert (tmp_path / "runs" / name).is_file()
+
+
+SMALLER = {
+    "vocab_size=8192": 'vocab_size=1000, tagger="textblob", processes=1',
+    "rows_per_block=64": "rows_per_block=4",
+    'plan("pos_modern_base"': 'plan("pos_modern_base", model={"layers": 3}',
+    'data={"path": data})': 'data={"path": data, "workers": 0, "validation_fraction": 0.1}, '
+    'training={"steps": 3}, optimizer={"warmup_steps": 1, "decay_steps": 1})',
+}
+
+
+def test_the_python_of_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (text,) = re.findall(r"^```python\n(.*?)^```", README.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    for long, short in SMALLER.items():
+        assert text.count(long) == 1, long
+        text = text.replace(long, short)
+    monkeypatch.chdir(tmp_path)
+    Path("my_texts").mkdir()
+    for number, (_, document) in zip(range(24), embedded_documents(), strict=False):
+        (Path("my_texts") / f"{number}.txt").write_text(document[:2000], encoding="utf-8")
+    printed, names = io.StringIO(), dict[str, object]()
+    with contextlib.redirect_stdout(printed):
+        exec(compile(text, str(README), "exec"), names)
+    assert isinstance(worst := names["worst"], list) and len(worst) == 3
+    assert "Pre-training report" in printed.getvalue() and "best: " in printed.getvalue()
+    assert (tmp_path / "exported" / "model.safetensors").is_file()

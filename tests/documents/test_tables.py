@@ -1,15 +1,29 @@
-"""docs/troubleshooting.md explains messages that the package says; docs/defaults.md has the settings' defaults."""
+"""docs/troubleshooting.md explains messages that the package says; docs/defaults.md has the settings' defaults; the
+tables of docs/recipes.md are what benchmarks/document_tables.py prints now."""
 
 from __future__ import annotations
 
 import re
 from typing import Any
 
+import pytest
 import yaml
 
+from benchmarks.document_tables import (
+    FINE_TUNING,
+    HEAD,
+    fine_tuning_row,
+    planned_row,
+    table,
+    written_tables,
+)
 from tests.commands import ROOT
 from tests.documents.pages import read
+from tests.grids import always
+from trp_scale.config import PretrainConfig
+from trp_scale.config.loader import known_recipes, summary
 from trp_scale.config.registry import make_settings
+from trp_scale.console import escape_markdown
 from trp_scale.pretraining.pos_bert.settings import PosBertConfig
 
 ROWS = re.findall(r"^\| `([a-z_0-9]+)\.([a-z_0-9]+)`(?: of `(\w+)`)?[^|]*\| `([^`]+)` \|", read("defaults.md"), re.M)
@@ -44,3 +58,27 @@ def test_each_default_is_that_of_the_code() -> None:
         default = getattr(settings, name)
         stated = float(value) if isinstance(default, float) else yaml.safe_load(value)
         assert stated == default and isinstance(stated, type(default)), f"{section}.{name}"
+
+
+PRE_TRAINING = known_recipes(PretrainConfig)
+
+
+def recipe_rows() -> dict[str, str]:
+    """The row of each recipe."""
+    lines = re.findall(r"^\| `.*\|$", written_tables("recipes"), flags=re.MULTILINE)
+    return {line.split("`")[1]: line for line in lines}
+
+
+def test_every_recipe_is_there_with_what_it_says_of_itself() -> None:
+    assert sorted(recipe_rows()) == sorted(known_recipes())
+    assert all(f"| {escape_markdown(summary(name))} |" in row for name, row in recipe_rows().items())
+
+
+@pytest.mark.parametrize("name", [name for name in known_recipes() if name not in PRE_TRAINING])
+def test_a_row_of_fine_tuning_is_what_the_recipe_says(name: str) -> None:
+    assert recipe_rows()[name] == table(FINE_TUNING, [fine_tuning_row(name)]).splitlines()[-1]
+
+
+@pytest.mark.parametrize("name", always([name for name in PRE_TRAINING if not name.endswith("_tiny")], "pos_bert_base"))
+def test_a_row_is_what_the_planner_says(name: str) -> None:
+    assert recipe_rows()[name] == table(HEAD, [planned_row(name, "h100")]).splitlines()[-1]

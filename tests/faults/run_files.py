@@ -15,7 +15,7 @@ from transformers import BertConfig, BertModel, ViTMAEConfig, ViTMAEForPreTraini
 
 from tests.faults.readers import Case, Reader, Target, tensor_file
 from tests.unit.checkpoint.fake_engine import FakeEngine, random_split, renew_digest, save_step, whole_state
-from trp_scale.checkpoint.document import CHUNK, DOCUMENT_NAME, HOOKS_NAME
+from trp_scale.checkpoint.document import CHUNK, DOCUMENT_NAME, HOOKS_NAME, read_document
 from trp_scale.checkpoint.manager import load
 from trp_scale.checkpoint.run_directory import (
     ENVIRONMENT_FILE,
@@ -26,8 +26,9 @@ from trp_scale.checkpoint.run_directory import (
     incompleteness,
     select,
 )
-from trp_scale.config.finetuning import FinetuneConfig, ImageTaskConfig
+from trp_scale.config.finetuning import ImageTaskConfig
 from trp_scale.config.loader import dump, load_recipe, summary, to_dict
+from trp_scale.config.registry import find
 from trp_scale.config.run_flags import require_modules
 from trp_scale.distributed.groups import ALONE
 from trp_scale.engines import ds_config
@@ -112,8 +113,6 @@ def resume_select(directory: Path) -> Case:
         renew_digest(path / DOCUMENT_NAME)  # so that what reads it sees the damage
         found = select(run, "auto", ALONE).path
         if found is not None:
-            from trp_scale.checkpoint.document import read_document
-
             document = read_document(found)
             check_settings(
                 document.config,
@@ -296,7 +295,7 @@ def features(directory: Path) -> Case:
     return Case(targets=tensor_file(path), read=read)
 
 
-def of_encoder(write: Callable[[Path], None], config: Callable[[], FinetuneConfig]) -> Callable[[Path], Case]:
+def of_encoder(write: Callable[[Path], None], task: str) -> Callable[[Path], Case]:
     """A directory of transformers or timm, its settings and its weights."""
 
     def make(directory: Path) -> Case:
@@ -305,7 +304,7 @@ def of_encoder(write: Callable[[Path], None], config: Callable[[], FinetuneConfi
 
         def read() -> None:
             source = open_encoder(str(place))
-            settings = config()
+            settings: Any = find("task", task).settings()
             source.adopt(settings)
             source.read()
             if isinstance(settings, ImageTaskConfig):
@@ -348,18 +347,6 @@ def _timm(place: Path) -> None:
     (place / "config.json").write_text(json.dumps(described))
 
 
-def _glue() -> FinetuneConfig:
-    from trp_scale.finetuning.glue.settings import GlueTaskConfig
-
-    return GlueTaskConfig()
-
-
-def _classification() -> FinetuneConfig:
-    from trp_scale.finetuning.classification.settings import ClassificationTaskConfig
-
-    return ClassificationTaskConfig()
-
-
 RUN = (RefusedError,)
 
 READERS = [
@@ -374,7 +361,7 @@ READERS = [
     Reader(name="recipe_yaml", make=recipe, documented=RUN),
     Reader(name="environment_json", make=environment, documented=RUN, share=0.5),
     Reader(name="features", make=features, documented=RUN, share=0.5),
-    Reader(name="bert_directory", make=of_encoder(_bert, _glue), documented=RUN, share=0.5),
-    Reader(name="vitmae_directory", make=of_encoder(_vitmae, _classification), documented=RUN, share=0.5),
-    Reader(name="timm_directory", make=of_encoder(_timm, _classification), documented=RUN, share=0.3),
+    Reader(name="bert_directory", make=of_encoder(_bert, "glue"), documented=RUN, share=0.5),
+    Reader(name="vitmae_directory", make=of_encoder(_vitmae, "classification"), documented=RUN, share=0.5),
+    Reader(name="timm_directory", make=of_encoder(_timm, "classification"), documented=RUN, share=0.3),
 ]
