@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from deepspeed.accelerator import get_accelerator
@@ -73,14 +74,9 @@ def on_each_rank_once(two_ranks: Ranks, name: str, function: Callable[..., Any])
 @contextmanager
 def fp16_on_a_cpu() -> Iterator[None]:
     """In this context DeepSpeedEngine takes fp16 on a CPU; both DeepSpeed and the engine are as before after it."""
-    accelerator, before = get_accelerator(), DeepSpeedEngine.fp16_devices
-    DeepSpeedEngine.fp16_devices = ("cpu",)
-    accelerator.is_fp16_supported = lambda: True
-    try:
+    supported = mock.patch.object(get_accelerator(), "is_fp16_supported", lambda: True)
+    with supported, mock.patch.object(DeepSpeedEngine, "fp16_devices", ("cpu",)):
         yield
-    finally:
-        DeepSpeedEngine.fp16_devices = before
-        del accelerator.is_fp16_supported
 
 
 def fp16_layout(stage: int, **block: Any) -> Layout:

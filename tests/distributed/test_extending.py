@@ -9,6 +9,7 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -326,11 +327,8 @@ def pretrain_drifting(arguments: list[str]) -> int:
             next(self.module.parameters()).data.flatten()[0].add_(1e-3)
         return check_gradients(self)  # type: ignore[no-any-return]
 
-    engine.check_gradients = drift
-    try:
+    with mock.patch.object(engine, "check_gradients", drift):
         return pretrain(parsed).status
-    finally:
-        engine.check_gradients = check_gradients
 
 
 def test_an_engine_of_ones_own_trains_and_goes_on_from_the_packages(

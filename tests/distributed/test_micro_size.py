@@ -6,6 +6,7 @@ import copy
 import json
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -31,12 +32,9 @@ def chosen(words: list[str], rows: tuple[int, int]) -> tuple[int, str]:
         upstream = build_upstream(sized, environment)
         need = micro_size.count_memory(upstream, sized, environment, "fsdp", None)
         free = int(need.step_bytes(rows[environment.info.rank]) / micro_size.SURE) + 1
-        workspace, micro_size.WORKSPACE = micro_size.WORKSPACE, 0
-        try:
-            free -= int(workspace / micro_size.SURE)
+        free -= int(micro_size.WORKSPACE / micro_size.SURE)
+        with mock.patch.object(micro_size, "WORKSPACE", 0):
             choice = micro_size.choose(config, environment, build=build_upstream, engine_name="fsdp", free=free)
-        finally:
-            micro_size.WORKSPACE = workspace
     return choice.rows, choice.why
 
 

@@ -9,13 +9,14 @@ function that the script or the console command calls.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from PIL import Image
@@ -60,22 +61,14 @@ def started_as_a_process(words: list[str]) -> tuple[int, str]:
     own = rest[:place]
     own[own.index("--nproc_per_node") + 1] = "2"
     command = [launcher, *own, "--master_port", str(free_port()), *rest[place:]]
-    found = {**environment(), "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
-    done = subprocess.run(command, env=found, capture_output=True, text=True, timeout=600, check=False)
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=600, check=False)
     return done.returncode, done.stdout + done.stderr
 
 
 def run_on_rank(directory: str, variables: dict[str, str], words: list[str]) -> tuple[int, str]:
     """`run_here`, from a directory and with variables, on a rank that tests share."""
-    before, place = dict(os.environ), Path.cwd()
-    os.environ.update(variables)
-    os.chdir(directory)
-    try:
+    with mock.patch.dict(os.environ, variables), contextlib.chdir(directory):
         return run_here(words)
-    finally:
-        os.chdir(place)
-        os.environ.clear()
-        os.environ.update(before)
 
 
 def is_launched(command: Command) -> bool:
@@ -109,10 +102,8 @@ def place(text_dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
     (directory / "imagenet").mkdir()
     for name, split in (("val", "test"), ("train", "train")):
         (directory / "imagenet" / name).symlink_to(directory / "my_images" / split)
-    before = Path.cwd()
-    os.chdir(directory)
-    yield directory
-    os.chdir(before)
+    with contextlib.chdir(directory):
+        yield directory
 
 
 @pytest.fixture(scope="module")

@@ -108,22 +108,23 @@ def counted_by_group(options: Options, name: str, world: int, accumulation: int)
     return sum(found.calls.values()), sum(found.bytes.values()) + found.bytes["all-reduce"]
 
 
-def agree(ranks: Ranks, name: str, accumulation: int, options: Options = SMALL) -> None:
+def agree(ranks: Ranks, name: str, accumulation: int, options: Options) -> None:
     calls, sent, _ = predicted(name, options, ranks.world, accumulation)
     for found in ranks(counted_by_group, options, name, ranks.world, accumulation):
         assert found == (pytest.approx(calls, rel=0.1), pytest.approx(sent, rel=0.1))
 
 
-@needs_megatron
-@pytest.mark.parametrize(("name", "accumulation"), always(product(["tp1", "tp2", "tp2sp"], [1, 4]), ("tp2", 4)))
-def test_two_ranks_send_what_is_predicted(two_ranks: Ranks, name: str, accumulation: int) -> None:
-    agree(two_ranks, name, accumulation)
+TEXT_CASES = product([SMALL], ["tp1", "tp2", "tp2sp"], [1, 4])
+IMAGE_CASES = [(IMAGES, "tp2", 1), (IMAGES, "tp2sp", 1), (IMAGES, "tp2sp", 4)]
 
 
 @needs_megatron
-@pytest.mark.parametrize(("name", "accumulation"), always([("tp2", 1), ("tp2sp", 1), ("tp2sp", 4)], ("tp2sp", 1)))
-def test_of_images_too(two_ranks: Ranks, name: str, accumulation: int) -> None:
-    agree(two_ranks, name, accumulation, IMAGES)
+@pytest.mark.parametrize(
+    ("options", "name", "accumulation"),
+    always([*TEXT_CASES, *IMAGE_CASES], (SMALL, "tp2", 4), (IMAGES, "tp2sp", 1)),
+)
+def test_two_ranks_send_what_is_predicted(two_ranks: Ranks, options: Options, name: str, accumulation: int) -> None:
+    agree(two_ranks, name, accumulation, options)
 
 
 @needs_megatron
@@ -131,5 +132,5 @@ def test_of_images_too(two_ranks: Ranks, name: str, accumulation: int) -> None:
 @pytest.mark.parametrize("accumulation", [1, 4])
 @pytest.mark.parametrize("name", ["tp1", "tp2", "tp2sp"])
 def test_four_ranks_send_what_is_predicted(four_ranks: Ranks, name: str, accumulation: int) -> None:
-    agree(four_ranks, name, accumulation)
+    agree(four_ranks, name, accumulation, SMALL)
     agree(four_ranks, name, accumulation, IMAGES)

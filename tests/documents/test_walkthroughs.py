@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import os
 import traceback
 from collections.abc import Iterator
 from itertools import islice
@@ -63,7 +62,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module", params=always(WALKTHROUGHS, *IN_EVERY_RUN))
 def walked(request: pytest.FixtureRequest, inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """What went wrong on a page, each with its place. Each page is walked in a folder of its own."""
-    directory, before = tmp_path_factory.mktemp("walk"), Path.cwd()
+    directory = tmp_path_factory.mktemp("walk")
     for path in inputs.iterdir():
         (directory / path.name).symlink_to(path)
     wrong = []
@@ -72,14 +71,11 @@ def walked(request: pytest.FixtureRequest, inputs: Path, tmp_path_factory: pytes
             patch.setenv(name, value)
         starts = ((name, text[:4000]) for name, text in embedded_documents())
         patch.setattr(shard, "embedded_documents", lambda: islice(starts, 60))
-        os.chdir(directory)
-        try:
-            for block in blocks(request.param):
-                if block.language in LANGUAGES and not block.why_not:
-                    results = list(run(block))
-                    wrong += [f"{block}: {what}\n{said[-3000:]}" for what, status, said in results if status]
-        finally:
-            os.chdir(before)
+        patch.chdir(directory)
+        for block in blocks(request.param):
+            if block.language in LANGUAGES and not block.why_not:
+                results = list(run(block))
+                wrong += [f"{block}: {what}\n{said[-3000:]}" for what, status, said in results if status]
     return wrong
 
 

@@ -9,6 +9,7 @@ import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -34,14 +35,9 @@ SPOILT = 7
 SCORE = {"reliability__spike_score": 30.0}
 
 
+@mock.patch.object(spikes, "AT_LEAST", 4)
 def run(layout: Layout, action: str) -> tuple[list[bool], float]:
     """Which of ten steps were applied, and how far the weights moved in the spoilt one."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(spikes, "AT_LEAST", 4)
-        return _run(layout, action)
-
-
-def _run(layout: Layout, action: str) -> tuple[list[bool], float]:
     config = small_config(layout, training={"steps": 10}, reliability={"spikes": action})
     trainer = trainer_for(layout, config)
     trainer.spikes = SpikeWatch(config.reliability, trainer.objective.tasks)

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
 from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from tests.grids import always
-from tests.parity.compare import kept_bytes
+from tests.parity.compare import kept_bytes, run_alone
 from tests.parity.test_compiled import traced
 from tests.ranks import Ranks
 from tests.runs import flags
@@ -62,16 +62,8 @@ def run_and_count(layout: Layout, how: str) -> tuple[Result, int]:
         calls.append(None)
         return original(*arguments, **named)
 
-    compiled.checkpoint = counting  # type: ignore[assignment]
-    try:
+    with mock.patch.object(compiled, "checkpoint", counting):
         return run(layout, {"training": {"activation_checkpointing": how}}), len(calls)
-    finally:
-        compiled.checkpoint = original
-
-
-@lru_cache
-def reference() -> Result:
-    return run(Layout(), {})
 
 
 STAGE_3 = [name for name, layout in TWO_RANKS.items() if layout.stage == 3]
@@ -89,7 +81,7 @@ STAGE_3 = [name for name, layout in TWO_RANKS.items() if layout.stage == 3]
 def test_every_engine_gives_what_one_rank_does(two_ranks: Ranks, layout: str, how: str) -> None:
     found, calls = two_ranks(run_and_count, TWO_RANKS[layout], how)[0]
     assert calls == 2 * 2 * len(found.steps)  # two blocks of two micro-batches
-    same(found, reference(), 1e-5)
+    same(found, run_alone(run, {}), 1e-5)
 
 
 def test_selective_is_refused_on_stage_3(two_ranks: Ranks) -> None:
@@ -134,4 +126,4 @@ def test_compiled_blocks_are_made_again() -> None:
     together = {"training": {"activation_checkpointing": "full", "compile": "blocks"}}
     found, graphs = traced(lambda: run(Layout(), together))
     assert graphs > 0
-    same(found, reference(), 1e-5)
+    same(found, run_alone(run, {}), 1e-5)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import product
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -249,12 +250,8 @@ def not_summed(engine: FsdpEngine, gradient: Tensor) -> Tensor:
 
 
 def run_with_wrong_reduction(wrong: Any, settings: dict[str, Any]) -> AdversarialResult:
-    right = FsdpEngine.reduce_hook_gradient
-    FsdpEngine.reduce_hook_gradient = wrong  # type: ignore[method-assign]
-    try:
+    with mock.patch.object(FsdpEngine, "reduce_hook_gradient", wrong):
         return run_images(LAYOUTS["fsdp"], settings)
-    finally:
-        FsdpEngine.reduce_hook_gradient = right  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("kind", always(KINDS, "relative_embedding"))

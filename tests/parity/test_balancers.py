@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from itertools import product
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -104,12 +105,8 @@ def norm_before_reduction(gradients: TaskGradients, engine: Engine) -> Tensor:
 
 
 def run_with_wrong_norms(layout: Layout, balancing: str) -> tuple[Result, dict[str, Any]]:
-    right = TaskGradients.norms
-    TaskGradients.norms = norm_before_reduction  # type: ignore[method-assign]
-    try:
+    with mock.patch.object(TaskGradients, "norms", norm_before_reduction):
         return run(layout, balancing)
-    finally:
-        TaskGradients.norms = right  # type: ignore[method-assign]
 
 
 def test_norms_taken_before_the_reduction_would_be_seen(two_ranks: Ranks) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -29,18 +30,9 @@ def on_a_machine_of_its_own(arguments: list[str]) -> tuple[int, bool]:
         sorted_batches.append(number)
         return real(self, number)
 
-    before = {name: os.environ.get(name) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE")}
-    os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
-    ByBlock._batch = counted  # type: ignore[method-assign]
-    try:
+    alone = mock.patch.dict(os.environ, LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+    with alone, mock.patch.object(ByBlock, "_batch", counted):
         return pretrain_here(arguments), bool(sorted_batches)
-    finally:
-        ByBlock._batch = real  # type: ignore[method-assign]
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 def with_gradient(name: str, tensor: torch.Tensor) -> torch.Tensor:

@@ -42,8 +42,8 @@ def traced(train: Callable[[], Found]) -> tuple[Found, int]:
         return train(), counters["stats"]["unique_graphs"]
 
 
-def compiled(layout: Layout, how: str) -> tuple[Result, int]:
-    return traced(lambda: run(layout, {**CHANGES, "training": {"compile": how, "steps": STEPS}}))
+def compiled(layout: Layout, how: str, **training: str) -> tuple[Result, int]:
+    return traced(lambda: run(layout, {**CHANGES, "training": {"compile": how, "steps": STEPS, **training}}))
 
 
 @lru_cache
@@ -79,12 +79,6 @@ def test_two_ranks_give_the_weights_of_the_plain_run(two_ranks: Ranks, layout: s
         assert graphs == GRAPHS[how]
 
 
-def rounded(layout: Layout, how: str) -> tuple[Result, int]:
-    """A run that reads bf16 weights."""
-    training = {"compile": how, "steps": STEPS, "precision": "bf16", "weights": "bf16"}
-    return traced(lambda: run(layout, {**CHANGES, "training": training}))
-
-
 def losses(result: Result) -> list[float]:
     return [loss for stats in result.steps for loss in (stats.loss, *stats.task_losses)]
 
@@ -93,7 +87,9 @@ def losses(result: Result) -> list[float]:
 def test_bf16_weights_give_the_losses_of_the_plain_run_with_them(two_ranks: Ranks, layout: str, how: str) -> None:
     """To 1e-5, a hundredth of what bf16 changes: the traced operations are the same, in the same precision."""
     chosen = {"plain": Layout(micro_size=2), **TWO_RANKS}[layout]
-    (ours, graphs), (theirs, none) = (two_ranks.run_layout(rounded, chosen, each)[0] for each in (how, "none"))
+    half = {"precision": "bf16", "weights": "bf16"}
+    found = [two_ranks.run_layout(compiled, chosen, each, **half)[0] for each in (how, "none")]
+    (ours, graphs), (theirs, none) = found
     assert (graphs, none) == (GRAPHS[how], 0)
     assert losses(ours) == pytest.approx(losses(theirs), rel=1e-5)
     assert losses(ours) != pytest.approx(losses(reference()), rel=1e-4), "nothing was rounded"

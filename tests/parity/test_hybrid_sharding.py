@@ -7,7 +7,6 @@ One copy on each of two ranks is the layout `hybrid` of all grids of engines. He
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from tests.distributed.shard_probe import Double, ShardProbe, largest_difference
 from tests.distributed.test_checkpoint_engines import walk
 from tests.grids import always
 from tests.parity import test_balancers, test_learned_masks
-from tests.parity.compare import RELATIVE, TRAVELLED, steps_too_far, too_far
+from tests.parity.compare import RELATIVE, TRAVELLED, run_alone, steps_too_far, too_far
 from tests.ranks import Ranks
 from tests.synthetic import Layout, Result, hybrid, refusal, run, small_config, small_engine, trainer_for
 from tests.synthetic_images import run_images
@@ -51,11 +50,9 @@ RUNS: dict[str, tuple[Callable[[Layout, dict[str, Any]], Result], dict[str, Any]
 }
 
 
-@lru_cache
 def reference(name: str) -> Result:
-    """Plain, accumulation 4."""
-    function, changes = RUNS[name]
-    return function(Layout(), changes)
+    found: Result = run_alone(*RUNS[name])
+    return found
 
 
 @pytest.mark.parametrize("name", always(RUNS, "minimax, clipped"))
@@ -77,7 +74,7 @@ def test_two_copies_over_two_ranks_each_give_the_weights_of_one_rank(four_ranks:
 def test_hpz_gives_the_weights_of_one_rank(four_ranks: Ranks) -> None:
     ours = four_ranks(run, COPIES["hpZ"], {})[0]
     assert ours.moved
-    assert too_far(ours, run(Layout(), {})) == []
+    assert too_far(ours, run_alone(run, {})) == []
 
 
 @pytest.mark.exhaustive

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.grids import always
-from tests.parity.compare import RELATIVE, TRAVELLED, distances, steps_too_far, too_far
+from tests.parity.compare import RELATIVE, TRAVELLED, distances, run_alone, steps_too_far, too_far
 from tests.ranks import Ranks
 from tests.synthetic import SPLITS, TWO_RANKS, Layout, Result
 from tests.synthetic_modalities import Absent, run_modalities
@@ -92,12 +92,6 @@ def test_every_split_gives_the_same_weights(two_ranks: Ranks, balancing: str, la
 FOUR = {"inputs": ["rgb", "depth", "semseg", "normals"], "outputs": ["rgb", "depth", "semseg", "normals"]}
 
 
-@lru_cache
-def with_normals(loss: str, micro_size: int = 2) -> Result:
-    """Four modalities under minimax, on this process."""
-    return run_modalities(Layout(micro_size=micro_size), normals(loss), without_normals)
-
-
 def without_normals(step: int) -> Absent:
     return ("normals",) if step == 2 else ()
 
@@ -108,7 +102,8 @@ def normals(loss: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("loss", always(["cosine", "l1"], "cosine"))
 def test_accumulation_gives_the_same_weights_with_surface_normals(loss: str) -> None:
-    ours, theirs = with_normals(loss, 8), with_normals(loss)
+    ours = run_modalities(Layout(micro_size=8), normals(loss), without_normals)
+    theirs: Result = run_alone(run_modalities, normals(loss), without_normals)
     assert ours.moved and differences(ours, theirs) == []
     weights = [stats.task_weights for stats in theirs.steps]
     assert weights[2][3] == 0.0 and weights[1][3] > 0.0, "absent from one step"
@@ -118,7 +113,7 @@ def test_accumulation_gives_the_same_weights_with_surface_normals(loss: str) -> 
 @pytest.mark.parametrize("layout", ["fsdp", "zero3"])
 def test_two_ranks_give_the_same_weights_with_surface_normals(two_ranks: Ranks, layout: str) -> None:
     ours = two_ranks(run_modalities, TWO_RANKS[layout], normals("cosine"), without_normals)[0]
-    theirs = with_normals("cosine")
+    theirs: Result = run_alone(run_modalities, normals("cosine"), without_normals)
     assert ours.moved and differences(ours, theirs) == steps_too_far(ours, theirs) == []
 
 

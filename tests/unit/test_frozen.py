@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.runs import flags, pretrain_here
+from tests.runs import flags, lines, pretrain_here
 from trp_scale.data.images.dataset import open_image_dataset
 from trp_scale.data.text.dataset import open_text_dataset
 from trp_scale.sharding.images.shard import ShardImagesConfig, shard_images
@@ -73,8 +73,7 @@ def test_images_are_sharded_into_the_same_bytes(tmp_path: Path) -> None:
 
 
 def steps(run_dir: Path) -> list[dict[str, Any]]:
-    lines = map(json.loads, (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
-    return [line for line in lines if "step" in line and "loss" in line]
+    return [line for line in lines(run_dir) if "step" in line and "loss" in line]
 
 
 def test_a_run_continues_from_its_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
