@@ -149,7 +149,9 @@ def sections(config: Any) -> Mapping[str, Any]:
 
 def find_problems(settings: Any) -> Iterator[str]:
     """Yield the numbers outside their ranges and the problems of each section of a run or command."""
-    yield from range_problems(settings)
+    yield from range_problems(settings, "--")
+    for name, section in sections(settings).items():
+        yield from range_problems(section, f"--{name}.")
     for section in sections(settings).values():
         if isinstance(section, Section):
             yield from section.problems(settings)

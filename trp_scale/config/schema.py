@@ -434,12 +434,10 @@ def _component_reader(field: dataclasses.Field[Any]) -> Read:
     return read
 
 
-def range_problems(section: Any, prefix: str = "--") -> Iterator[str]:
-    """Yield the numbers of a dataclass and its sections outside their ranges; `prefix` of the flags."""
+def range_problems(section: Any, prefix: str) -> Iterator[str]:
+    """Yield the numbers of a dataclass outside their ranges; `prefix` of the flags, such as "--optimizer."."""
     for field in dataclasses.fields(section):
         allowed, value = field.metadata.get("range"), getattr(section, field.name)
-        if dataclasses.is_dataclass(value):
-            yield from range_problems(value, f"{prefix}{field.name}.")
         if allowed is None or value is None or isinstance(value, str) or value in allowed:  # str: such as auto
             continue
         kinds = get_args(get_type_hints(type(section))[field.name])
