@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,7 +27,8 @@ from torch import Tensor
 from trp_scale.core.batch import Batch, Extra, TaskLosses
 from trp_scale.core.engine import EngineError
 from trp_scale.core.run import Objective
-from trp_scale.distributed.groups import RankError, on_every_rank
+from trp_scale.distributed.groups import Group, RankError, on_every_rank
+from trp_scale.engines.compiled import first_reason
 
 if TYPE_CHECKING:
     from trp_scale.engines.plain import PlainEngine
@@ -70,6 +71,31 @@ class CudaGraphs:
 
 RECORDERS: dict[str, type[Any]] = {"cuda": CudaGraphs}
 """Recorder of each type of device."""
+
+
+UNTRIED = "this was not run on a GPU yet; --training.capture on asks for it"
+"""Reason of `training.capture: auto` against capturing."""
+
+
+def choose_capture(
+    wanted: str, device: torch.device, reasons: list[str], group: Group
+) -> tuple[Literal["on", "off"], str]:
+    """Resolve `training.capture`, equally on all ranks; return it with a line for the log. Collective.
+
+    Args:
+        wanted: the setting.
+        reasons: reasons against it, from the settings.
+
+    Raises:
+        EngineError: it is on, and there is a reason against it.
+    """
+    against = reasons if device.type in RECORDERS else [f"the device is a {device.type.upper()}", *reasons]
+    why = first_reason(against, group)
+    if wanted == "on" and why:
+        raise EngineError(f"--training.capture is on, but {why}; allowed: auto, off")
+    if wanted == "on":
+        return "on", "micro-batches are captured in CUDA graphs"
+    return "off", f"micro-batches are not captured in CUDA graphs: {why or UNTRIED}"
 
 
 @dataclass(kw_only=True)

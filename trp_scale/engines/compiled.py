@@ -1,5 +1,5 @@
 """`training.compile`: torch.compile of a model, block by block or whole, and the count of its graphs.
-`training.activation_checkpointing`: recomputation of blocks in the backward pass. Choice of `training.capture`.
+`training.activation_checkpointing`: recomputation of blocks in the backward pass.
 
 `whole` compiles the objective with the model's forward pass on plain and ddp, from a batch's bytes to the tasks' sums.
 FSDP2 and DeepSpeed add work to the forward pass, so there it is the model alone.
@@ -25,10 +25,8 @@ from torch.utils._triton import has_triton
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from trp_scale.core.batch import Batch, TaskLosses
-from trp_scale.core.engine import EngineError
 from trp_scale.core.run import Objective
 from trp_scale.distributed.groups import Group
-from trp_scale.engines.captured import RECORDERS
 
 if TYPE_CHECKING:
     from trp_scale.engines.plain import PlainEngine
@@ -69,31 +67,6 @@ def choose_compile(
 def first_reason(reasons: Sequence[str], group: Group) -> str:
     """Return the first reason of the first rank that has one, "" without reasons. Collective."""
     return next((first[0] for first in group.gather_objects(reasons[:1]) if first), "")
-
-
-UNTRIED = "this was not run on a GPU yet; --training.capture on asks for it"
-"""Reason of `training.capture: auto` against capturing."""
-
-
-def choose_capture(
-    wanted: str, device: torch.device, reasons: list[str], group: Group
-) -> tuple[Literal["on", "off"], str]:
-    """Resolve `training.capture`, equally on all ranks; return it with a line for the log. Collective.
-
-    Args:
-        wanted: the setting.
-        reasons: reasons against it, from the settings.
-
-    Raises:
-        EngineError: it is on, and there is a reason against it.
-    """
-    against = reasons if device.type in RECORDERS else [f"the device is a {device.type.upper()}", *reasons]
-    why = first_reason(against, group)
-    if wanted == "on" and why:
-        raise EngineError(f"--training.capture is on, but {why}; allowed: auto, off")
-    if wanted == "on":
-        return "on", "micro-batches are captured in CUDA graphs"
-    return "off", f"micro-batches are not captured in CUDA graphs: {why or UNTRIED}"
 
 
 class Graphs:

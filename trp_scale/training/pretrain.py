@@ -32,7 +32,7 @@ from trp_scale.core.hooks import build_hooks
 from trp_scale.core.run import RunContext
 from trp_scale.distributed.environment import Environment
 from trp_scale.distributed.groups import check_shared_directory, on_every_rank, on_rank_zero
-from trp_scale.engines import compiled, ds_config
+from trp_scale.engines import captured, compiled, ds_config
 from trp_scale.errors import ExitStatus
 from trp_scale.models.initialise import build_with_initialisers
 from trp_scale.models.tensor_plan import TensorPlan
@@ -198,7 +198,7 @@ class Run:
             self.notices.append(why)
         wanted = config.training.capture
         reasons = against_capturing(config, self.engine_name, self.environment.data.size)
-        config.training.capture, why = compiled.choose_capture(wanted, self.environment.device, reasons, self.world)
+        config.training.capture, why = captured.choose_capture(wanted, self.environment.device, reasons, self.world)
         if wanted != "off" and self.environment.device.type != "cpu":
             self.notices.append(why)
         if config.batch.micro_size == "auto":

@@ -22,8 +22,7 @@ from trp_scale.core.batch import Batch, Extra, TaskLosses
 from trp_scale.core.engine import EngineError
 from trp_scale.core.run import task_losses
 from trp_scale.distributed.groups import ALONE
-from trp_scale.engines.captured import RECORDERS, Captured, CudaGraphs, Replay
-from trp_scale.engines.compiled import choose_capture
+from trp_scale.engines.captured import RECORDERS, Captured, CudaGraphs, Replay, choose_capture
 from trp_scale.engines.fsdp import FsdpEngine
 from trp_scale.engines.plain import PlainEngine
 from trp_scale.pretraining.pos_bert.settings import PosBertConfig
