@@ -64,8 +64,8 @@ def compare(
     if any((path / METRICS_FILE).is_file() for path in runs) and not any(
         (path / RESULTS_FILE).is_file() for path in runs
     ):
-        for path in outputs:
-            raise RefusedError(f"{path}: {runs[0]} has no results.json; allowed: --html FILE, or neither")
+        if outputs:
+            raise RefusedError(f"{next(iter(outputs))}: no results.json in {runs[0]}; allowed: --html FILE, or neither")
         training = training_table({name: read_run(path) for name, path in named.items()})
         return Comparison(runs=list(named), sources=[], rows={}, training=training)
     comparison = compare_results({name: read_results(path) for name, path in named.items()})
